@@ -1,0 +1,136 @@
+"""Output logs: append-only, one per choice. Every reader is a cursor on them.
+
+Streaming, not streaming, n > 1, a second tab and resumption all read the same log. The engine never waits for a
+reader; a slow one takes everything since its cursor as one delta.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from chatsvc.scheduler.plan import SampledToken
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class OutputLog:
+    """What one choice has produced so far.
+
+    Attributes:
+        tokens: every generated token, in order (the end token that finished the choice included).
+        pieces: text released when token i was appended ("" while bytes or a possible stop string are held back);
+            same length as ``tokens``.
+        tail: text that was still held back when the choice ended.
+        finish_reason: None while it runs. ``error`` says why in ``error``.
+        stop_reason: the stop string or token id that ended it, if one did.
+    """
+
+    index: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    tail: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces) + self.tail
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [t.token_id for t in self.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one choice since a cursor. ``cursor`` is the number of tokens seen after this delta."""
+
+    index: int
+    text: str
+    tokens: tuple[SampledToken, ...]
+    cursor: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Timings:
+    """Monotonic seconds (``time.perf_counter``); None until it happened."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class Generation:
+    """A running (or finished) request as its readers see it. Lives in the event loop; no locks."""
+
+    def __init__(self, request_id: str, prompt_token_ids: list[int], n: int, cancel: Callable[[], None], now: float):
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.num_cached_tokens = 0
+        self.logs = [OutputLog(i) for i in range(n)]
+        self.timings = Timings(arrival=now)
+        self._cancel = cancel
+        self._waiters: set[asyncio.Event] = set()
+
+    @property
+    def finished(self) -> bool:
+        return all(log.finish_reason is not None for log in self.logs)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(log.tokens) for log in self.logs)
+
+    def cancel(self) -> None:
+        """Stop all choices; their blocks are free within one step. Idempotent; text so far stays readable."""
+        self._cancel()
+
+    def notify(self) -> None:
+        """Called by the engine after it appended."""
+        for event in self._waiters:
+            event.set()
+
+    async def read(self, cursors: list[int] | None = None) -> AsyncIterator[list[Delta]]:
+        """News as it comes, from the given cursors (tokens already seen, one per choice; default: the start).
+
+        Each item is a non-empty list with at most one :class:`Delta` per choice. Ends when every choice has ended and
+        was reported. Leaving the iterator does not cancel the generation.
+        """
+        at = list(cursors) if cursors is not None else [0] * len(self.logs)
+        done = [False] * len(self.logs)
+        event = asyncio.Event()
+        self._waiters.add(event)
+        try:
+            while True:
+                event.clear()
+                news: list[Delta] = []
+                for i, log in enumerate(self.logs):
+                    if done[i] or (at[i] >= len(log.tokens) and log.finish_reason is None):
+                        continue
+                    end = len(log.tokens)
+                    text = "".join(log.pieces[at[i] : end])
+                    if log.finish_reason is not None:
+                        text += log.tail
+                        done[i] = True
+                    news.append(Delta(i, text, tuple(log.tokens[at[i] : end]), end, log.finish_reason, log.error))
+                    at[i] = end
+                if news:
+                    yield news
+                if all(done):
+                    return
+                if not event.is_set():
+                    await event.wait()
+        finally:
+            self._waiters.discard(event)
+
+    async def wait(self) -> None:
+        """Until every choice has ended."""
+        async for _ in self.read():
+            pass

@@ -1,0 +1,42 @@
+"""The seam between the loop and whatever computes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from chatsvc.scheduler.plan import SchedulerOutput, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """What the executor offers once it is loaded.
+
+    Attributes:
+        num_blocks: usable blocks (the null block, id 0, is not counted; usable ids are 1..num_blocks).
+        max_model_len: tokens of one sequence, after the pool's limit was applied.
+        tokens_per_step: how many tokens one step may compute to stay under the step time, as measured at start.
+        vocab_size: token ids are 0..vocab_size-1.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    tokens_per_step: int
+    vocab_size: int
+
+
+class Executor(Protocol):
+    """Runs steps in the order of submission. A failed step raises in its future; later steps still run."""
+
+    def start(self) -> KVCapacity:
+        """Load and measure. Blocking; called off the loop.
+
+        Raises:
+            ConfigError, ModelError: cannot start.
+        """
+        ...
+
+    def submit(self, plan: SchedulerOutput) -> Future[StepResult]: ...
+
+    def stop(self) -> None: ...

@@ -1,0 +1,90 @@
+"""What crosses between the loop and the engine thread: plain, picklable data, never live objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chatsvc.scheduler.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How the token behind a row is drawn.
+
+    Attributes:
+        params: the request's parameters.
+        choice: index of the choice, part of the random number's key.
+        position: position of the token to be drawn, counted from the start of the prompt.
+        num_output: tokens generated so far (``min_tokens`` looks at it).
+        prompt_ids, output_ids: filled only when a penalty needs them.
+        eos_ids: the model's end tokens, masked while ``num_output < min_tokens``.
+    """
+
+    params: SamplingParams
+    choice: int
+    position: int
+    num_output: int
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One sequence's share of a step: compute ``token_ids`` at positions ``start .. start + len(token_ids) - 1``.
+
+    Attributes:
+        seq_id: the sequence.
+        token_ids: input tokens of this step.
+        start: position of the first of them = tokens already computed.
+        block_table: block ids that cover positions ``0 .. start + len(token_ids) - 1``.
+        write_from: positions below it are already in the cache: their slot is -1 and nothing is written.
+        sampling: None while the prompt is unfinished.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    write_from: int
+    sampling: SamplingRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. ``rows`` are in scheduling order."""
+
+    step: int
+    rows: tuple[ScheduledRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(r.token_ids) for r in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token with its log-probability (natural logarithm, of the model's own distribution before any change).
+
+    ``top`` holds (token id, log-probability) of the most likely tokens, best first, as many as asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step made. A sequence with an unfinished prompt is absent from ``tokens``.
+
+    Attributes:
+        step: the plan's number.
+        tokens: seq_id -> the new tokens (a list: one, or several with drafts).
+        errors: seq_id -> why this sequence alone failed (for example NaN logits).
+        seconds: time of the forward pass and sampling.
+    """
+
+    step: int
+    tokens: dict[int, list[SampledToken]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0

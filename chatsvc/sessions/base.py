@@ -1,0 +1,87 @@
+"""Sessions: the conversation as stored. The shapes are those of the public contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Status = Literal["running", "done", "cancelled", "failed", "interrupted"]
+
+
+@dataclass(slots=True)
+class Message:
+    """One node of the conversation's tree. ``token_ids`` are kept so that a turn always re-encodes to the same prefix.
+
+    Attributes:
+        id: unguessable.
+        parent_id: the message it follows, None for the first.
+        token_ids: the ids this message's turn added to the prompt (assistant: generated ids). Never shown to clients.
+        usage: OpenAI's usage object of an assistant message, else None.
+    """
+
+    id: str
+    parent_id: str | None
+    role: Literal["user", "assistant"]
+    content: str
+    status: Status = "done"
+    usage: dict[str, Any] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    created_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Session:
+    """Attributes:
+    tenant: whose it is; another tenant gets 404.
+    created_at, updated_at: Unix time, seconds.
+    """
+
+    id: str
+    tenant: str
+    title: str = ""
+    system: str = ""
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    messages: list[Message] = field(default_factory=list)
+
+
+class SessionStore(Protocol):
+    """Async; SQLite, Redis and memory pass the same contract tests.
+
+    Every read or write of a session extends its life by the store's TTL. A session of another tenant does not exist.
+
+    Raises (every method): StoreError when the store cannot answer in time.
+    """
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def ping(self) -> None: ...
+
+    async def create(self, session: Session) -> None: ...
+
+    async def get(self, tenant: str, session_id: str) -> Session | None: ...
+
+    async def list(self, tenant: str, limit: int = 50) -> list[Session]:
+        """Newest first, without messages."""
+        ...
+
+    async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None: ...
+
+    async def delete(self, tenant: str, session_id: str) -> bool: ...
+
+    async def append(self, tenant: str, session_id: str, messages: list[Message]) -> None:
+        """Append atomically: all of them or none; two at once never interleave or lose a message.
+
+        Raises: NotFound.
+        """
+        ...
+
+    async def update_message(self, tenant: str, session_id: str, message: Message) -> None:
+        """Overwrite the message with the same id. Raises: NotFound."""
+        ...
+
+    async def interrupt_running(self) -> int:
+        """At start: every message still marked running becomes interrupted; returns how many."""
+        ...
