@@ -1,0 +1,55 @@
+"""Choose an attention backend by name; the one place that knows whether the optional triton package is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from chatsvc.errors import ConfigError
+from chatsvc.models.attention.base import AttentionBackend
+from chatsvc.models.attention.torch_backend import TorchBackend
+
+BACKENDS = ("auto", "torch", "cpu", "triton")
+
+
+def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
+    """The backend called ``name`` (one of :data:`BACKENDS`) for tensors on ``device``.
+
+    ``auto`` is triton on a CUDA device when triton is installed, else torch.
+
+    Raises:
+        ConfigError: unknown name, or this machine cannot run it; the message says what would help.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and _triton_installed() else "torch"
+    if name == "torch":
+        return TorchBackend()
+    if name == "cpu":
+        raise ConfigError(
+            "--attention-backend cpu: the compiled CPU kernels are not part of this version; use torch (or auto)"
+        )
+    if name == "triton":
+        return _triton_backend(device)
+    raise ConfigError(f"--attention-backend {name}: unknown; choose one of {', '.join(BACKENDS)}")
+
+
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton_backend(device: torch.device) -> AttentionBackend:
+    if not _triton_installed():
+        raise ConfigError(
+            "--attention-backend triton: the triton package is not installed; install chatsvc[triton], or use torch"
+        )
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"--attention-backend triton: the model is on {device.type} and Triton compiles for GPUs; use torch, or set "
+            "TRITON_INTERPRET=1 before the start to run the kernels in Triton's (very slow) interpreter"
+        )
+    from chatsvc.models.attention.triton_backend import TritonBackend  # noqa: PLC0415  triton is optional
+
+    return TritonBackend()
