@@ -15,15 +15,14 @@ class SamplingRow:
         params: the request's parameters.
         choice: index of the choice, part of the random number's key.
         position: position of the token to be drawn, counted from the start of the prompt.
-        num_output: tokens generated so far (``min_tokens`` looks at it).
+        forbidden_ids: tokens that must not be drawn (end tokens while ``min_tokens`` is not reached).
         prompt_ids, output_ids: filled only when a penalty needs them.
-        eos_ids: the model's end tokens, masked while ``num_output < min_tokens``.
     """
 
     params: SamplingParams
     choice: int
     position: int
-    num_output: int
+    forbidden_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
 

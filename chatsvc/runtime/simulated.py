@@ -1,0 +1,120 @@
+"""An executor without a model: the same seam, a modelled step time, and a KV pool that remembers tokens.
+
+Its "KV" of a slot is the token written there, and the token it samples is a pure function of what it reads back through
+the block table. A wrong block, a stale block or an unwritten slot therefore changes the output: the scheduler and the
+block manager are proven with it, and capacity is planned with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from chatsvc.runtime.executor import KVCapacity
+from chatsvc.scheduler.plan import SampledToken, ScheduledRow, SchedulerOutput, StepResult
+
+UNWRITTEN = -7
+
+TokenFn = Callable[[array[int], ScheduledRow], int]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedConfig:
+    """Attributes:
+    step_seconds: fixed part of a step.
+    token_seconds: added for each computed token.
+    first_token_id: sampled ids lie in [first_token_id, vocab_size), so that they are text and not control tokens.
+    """
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
+    first_token_id: int = 0
+    tokens_per_step: int = 512
+
+
+def hashed_token(first: int, vocab_size: int, seed_by_choice: bool = True) -> TokenFn:
+    """A token that depends on every token before it (and on seed and choice when the temperature is not 0)."""
+
+    def token(context: array[int], row: ScheduledRow) -> int:
+        h = xxhash.xxh3_64(context.tobytes())
+        sampling = row.sampling
+        assert sampling is not None
+        if seed_by_choice and sampling.params.temperature > 0:
+            h.update(f"{sampling.params.seed}/{sampling.choice}/{sampling.position}".encode())
+        return first + h.intdigest() % (vocab_size - first)
+
+    return token
+
+
+class SimulatedExecutor:
+    """Implements :class:`chatsvc.runtime.executor.Executor`; steps run on a thread of their own."""
+
+    def __init__(self, config: SimulatedConfig, token_fn: TokenFn | None = None) -> None:
+        self.config = config
+        self._token_fn = token_fn or hashed_token(config.first_token_id, config.vocab_size)
+        self._pool = array("i", [UNWRITTEN]) * ((config.num_blocks + 1) * config.block_size)
+        self._thread: ThreadPoolExecutor | None = None
+        self._stop = threading.Event()
+        self.steps = 0
+
+    def start(self) -> KVCapacity:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chatsvc-sim")
+        c = self.config
+        return KVCapacity(c.num_blocks, c.max_model_len, c.tokens_per_step, c.vocab_size)
+
+    def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
+        assert self._thread is not None, "start() first"
+        return self._thread.submit(self.run, plan)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        """One step: every row writes before any row reads, as a layer of a model does."""
+        began = time.perf_counter()
+        self.steps += 1
+        seconds = self.config.step_seconds + self.config.token_seconds * plan.num_tokens
+        for row in plan.rows:
+            self._write(row)
+        tokens = {}
+        for row in plan.rows:
+            context = self._read(row)
+            if row.sampling is not None:
+                tokens[row.seq_id] = [self._sample(context, row)]
+        if seconds > 0:
+            self._stop.wait(max(0.0, seconds - (time.perf_counter() - began)))
+        return StepResult(plan.step, tokens, {}, time.perf_counter() - began)
+
+    def _slots(self, row: ScheduledRow, positions: Iterable[int]) -> Iterable[int]:
+        size = self.config.block_size
+        return (row.block_table[p // size] * size + p % size for p in positions)
+
+    def _write(self, row: ScheduledRow) -> None:
+        positions = range(row.start, row.start + len(row.token_ids))
+        for p, slot, token in zip(positions, self._slots(row, positions), row.token_ids, strict=True):
+            if p >= row.write_from:
+                self._pool[slot] = token
+
+    def _read(self, row: ScheduledRow) -> array[int]:
+        end = row.start + len(row.token_ids)
+        return array("i", [self._pool[slot] for slot in self._slots(row, range(end))])
+
+    def _sample(self, context: array[int], row: ScheduledRow) -> SampledToken:
+        assert row.sampling is not None
+        token = self._token_fn(context, row)
+        while token in row.sampling.forbidden_ids:
+            token = (token + 1) % self.config.vocab_size
+        n = row.sampling.params.logprobs
+        return SampledToken(token, -0.5 if n is not None else None, ((token, -0.5),) if n else ())

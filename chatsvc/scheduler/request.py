@@ -1,0 +1,107 @@
+"""Requests and sequences: what the scheduler moves about. They live in the event loop and never leave it."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from chatsvc.cache.index import encode_extra
+from chatsvc.cache.manager import BlockTable
+from chatsvc.scheduler.params import SamplingParams
+from chatsvc.scheduler.plan import SampledToken
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # never scheduled
+    RUNNING = "running"  # owns blocks
+    PREEMPTED = "preempted"  # was running, owns nothing, resumes before anything new is admitted
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request. ``num_computed`` chases ``len(tokens)``: prefill, decode, recompute are this one idea.
+
+    Attributes:
+        tokens: prompt and output, int32.
+        num_computed: positions below it have their K/V in the blocks of ``table``.
+        last_step: the last step that computed something for it (running sequences take turns by it).
+        cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
+        suspect: its last step failed together with others; it runs alone until it has proved innocent.
+    """
+
+    seq_id: int
+    request: Request
+    choice: int
+    tokens: array[int]
+    table: BlockTable
+    num_prompt: int
+    state: State = State.WAITING
+    num_computed: int = 0
+    last_step: int = -1
+    cached_tokens: int | None = None
+    preemptions: int = 0
+    suspect: bool = False
+    finish_reason: str | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens still to be computed before the next one can be drawn."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        """The prompt is behind it. Explicit: a preempted sequence with output prefills again."""
+        return self.num_computed >= self.num_prompt and self.num_missing == 1 and self.state is State.RUNNING
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return (self.request.arrival, self.seq_id)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a caller asked for: one prompt, ``params.n`` sequences.
+
+    Attributes:
+        arrival: monotonic seconds.
+        tenant, cache_salt: prefix hits never cross them.
+    """
+
+    request_id: str
+    prompt_token_ids: SequenceOf[int]
+    params: SamplingParams
+    arrival: float
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def make_sequences(self, first_id: int) -> None:
+        extra = encode_extra([("tenant", self.tenant), ("salt", self.cache_salt)])
+        for choice in range(self.params.n):
+            tokens = array("i", self.prompt_token_ids)
+            self.sequences.append(
+                Sequence(first_id + choice, self, choice, tokens, BlockTable(extra), num_prompt=len(tokens))
+            )
+
+    @property
+    def finished(self) -> bool:
+        return all(s.state is State.FINISHED for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """News of a sequence after a step."""
+
+    sequence: Sequence
+    tokens: list[SampledToken]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None

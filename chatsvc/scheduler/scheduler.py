@@ -1,0 +1,398 @@
+"""Iteration-level scheduling: which sequences compute how many tokens in the next step.
+
+A step is planned in three passes over one token budget:
+
+1. *share*: running sequences that decode take one token each, the longest unserved first; what is left goes to those
+   that still prefill, oldest first, each at most half of the rest while others are behind it, so that a short prompt
+   is not kept waiting by a long one.
+2. *place*: oldest first, blocks are found for these tokens. When the pool runs dry the newest running sequence that
+   has not been placed gives all its blocks back and is recomputed later. The oldest is placed first and everybody
+   else can be preempted for it, so it always advances: there is no livelock.
+3. *admit*: if nobody was preempted, preempted and then waiting sequences come in while tokens, sequence slots and
+   blocks (the uncached prompt plus a watermark) last.
+
+A sequence whose next block is being filled by another one waits for that block instead of computing it twice.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from chatsvc.cache.block import Block
+from chatsvc.cache.manager import BlockManager
+from chatsvc.scheduler.budget import StepBudget
+from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
+from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
+
+# A waiting sequence that must wait for somebody's block does not hold up those behind it, up to this many.
+MAX_PASSED_OVER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Attributes:
+    max_num_seqs: sequences that own blocks at a time.
+    max_total_tokens: prompt and output of one sequence: min(context, pool).
+    watermark_tokens: room kept for each running sequence when a new one is admitted.
+    eos_token_ids: the model's end tokens.
+    """
+
+    max_num_seqs: int
+    max_total_tokens: int
+    watermark_tokens: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Running totals since the start."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generation_tokens: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    recompute_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, manager: BlockManager, budget: StepBudget) -> None:
+        self.config = config
+        self.manager = manager
+        self.budget = budget
+        self.stats = SchedulerStats()
+        self.running: list[Sequence] = []  # by order (arrival, id)
+        self.preempted: list[Sequence] = []  # by order
+        self.waiting: dict[int, Sequence] = {}  # by arrival; a dict, so that aborting is O(1)
+        self._sequences: dict[int, Sequence] = {}
+        self._next_seq_id = 0
+        self._step = 0
+        self._stored: list[Block] = []  # made findable by the step in flight
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue all sequences of a request. Whether it can ever fit was checked before (``max_total_tokens``)."""
+        request.make_sequences(self._next_seq_id)
+        self._next_seq_id += len(request.sequences)
+        for seq in request.sequences:
+            assert seq.num_prompt < self.config.max_total_tokens
+            self.waiting[seq.seq_id] = seq
+            self._sequences[seq.seq_id] = seq
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """The one way out for a sequence, whatever its state. Idempotent. Never called while its step is in flight."""
+        if seq.state is State.FINISHED:
+            return
+        self._leave(seq)
+        self.manager.free(seq.table)
+        seq.state = State.FINISHED
+        seq.finish_reason = reason
+        del self._sequences[seq.seq_id]
+
+    def _leave(self, seq: Sequence) -> None:
+        if seq.state is State.WAITING:
+            del self.waiting[seq.seq_id]
+        else:
+            (self.running if seq.state is State.RUNNING else self.preempted).remove(seq)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def sequences(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    # -- planning ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step. Empty only when there is no work."""
+        self._step += 1
+        self._stored = []
+        suspect = next((s for s in self._sequences.values() if s.suspect), None)
+        if suspect is not None:
+            rows = [self._schedule_alone(suspect)]
+        else:
+            rows = self._plan()
+            # An empty pass has preempted at least one running sequence; with none left, admission succeeds.
+            while not rows and self._sequences:
+                rows = self._plan()
+        self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
+        return SchedulerOutput(self._step, tuple(rows))
+
+    def _plan(self) -> list[ScheduledRow]:
+        rows: list[ScheduledRow] = []
+        claimed: set[bytes] = set()
+        left = self.budget.limit
+        shares = self._share(left)
+        calm = True
+        for seq in list(self.running):
+            if seq.state is not State.RUNNING or seq.seq_id not in shares:
+                continue
+            row, quiet = self._place(seq, min(shares[seq.seq_id], left), claimed)
+            calm = calm and quiet
+            if row is not None:
+                rows.append(row)
+                left -= len(row.token_ids)
+        if calm and left > 0:
+            admitted = self._admit(left, claimed)
+            rows += admitted
+            left -= sum(len(r.token_ids) for r in admitted)
+        return self._top_up(rows, left) if calm else rows
+
+    def _share(self, budget: int) -> dict[int, int]:
+        """Tokens for each running sequence. Pure."""
+        decoding = [s for s in self.running if s.decoding]
+        if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
+            turn = sorted(self.running, key=lambda s: (s.last_step, s.order))[:budget]
+            return {s.seq_id: 1 for s in turn}
+        shares = {s.seq_id: 1 for s in decoding}
+        left = budget - len(decoding)
+        prefilling = [s for s in self.running if not s.decoding]
+        behind = len(prefilling) + len(self.preempted) + len(self.waiting)
+        for seq in prefilling:
+            behind -= 1
+            shares[seq.seq_id] = self._chunk(seq, left, alone=behind == 0)
+            left -= shares[seq.seq_id]
+        return shares
+
+    def _chunk(self, seq: Sequence, left: int, *, alone: bool) -> int:
+        """At most half of what is left while others are behind, but no less than a block."""
+        return min(seq.num_missing, left, left if alone else max(self.manager.block_size, left // 2))
+
+    def _top_up(self, rows: list[ScheduledRow], left: int) -> list[ScheduledRow]:
+        """What nobody behind could use goes back to those that still prefill, oldest first."""
+        for i, row in enumerate(rows):
+            seq = self._sequences[row.seq_id]
+            end = row.start + len(row.token_ids)
+            more = min(left, len(seq.tokens) - end)
+            if more <= 0 or not self.manager.allocate(seq.table, end + more):
+                continue
+            write_from = row.write_from if row.write_from < end else end
+            rows[i] = replace(self._row(seq, end + more - row.start, set()), write_from=write_from)
+            left -= more
+        return rows
+
+    def _place(self, seq: Sequence, share: int, claimed: set[bytes]) -> tuple[ScheduledRow | None, bool]:
+        """Find blocks for up to ``share`` tokens; preempt newer sequences when the pool is dry.
+
+        Returns the row (None: it computes nothing in this step) and whether it went without preemption.
+        """
+        if share <= 0:
+            return None, True
+        if not self._catch_up(seq, claimed):
+            return None, True
+        n = min(share, seq.num_missing)
+        calm = True
+        while not self.manager.allocate(seq.table, seq.num_computed + n):
+            calm = False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return None, False
+        return self._row(seq, n, claimed), calm
+
+    def _catch_up(self, seq: Sequence, claimed: set[bytes]) -> bool:
+        """Take blocks that others filled meanwhile; False when the next one is just being filled by another."""
+        if seq.num_missing <= 1 or seq.num_computed % self.manager.block_size:
+            return True
+        match = self.manager.match(seq.table, seq.tokens)
+        if match.blocks and self.manager.allocate(seq.table, 0, match):
+            seq.num_computed = self._computed_after_match(seq)
+        return not self._is_claimed(seq, claimed)
+
+    def _computed_after_match(self, seq: Sequence) -> int:
+        # A fully cached sequence recomputes its last token (with slot -1) to have something to sample from.
+        return min(len(seq.table.blocks) * self.manager.block_size, len(seq.tokens) - 1)
+
+    def _is_claimed(self, seq: Sequence, claimed: set[bytes]) -> bool:
+        if not self.manager.prefix_caching or not claimed or seq.num_computed % self.manager.block_size:
+            return False
+        digest = self.manager.next_digest(seq.table, seq.tokens, seq.num_computed)
+        return digest is not None and digest in claimed
+
+    def _admit(self, budget: int, claimed: set[bytes]) -> list[ScheduledRow]:
+        rows: list[ScheduledRow] = []
+        passed_over = 0
+        watermark = self.manager.blocks_for(self.config.watermark_tokens)
+        # Room that running sequences still need for their prompts stands apart: blocks are taken chunk by chunk.
+        reserved = sum(
+            max(0, self.manager.blocks_for(len(s.tokens)) - len(s.table.blocks)) for s in self.running if not s.decoding
+        )
+        for seq in [*self.preempted, *self.waiting.values()]:
+            if budget <= 0 or len(self.running) >= self.config.max_num_seqs or passed_over > MAX_PASSED_OVER:
+                break
+            match = self.manager.match(seq.table, seq.tokens)
+            need = self.manager.missing(seq.table, len(seq.tokens), match)
+            room = reserved + watermark * len(self.running) if self.running else 0
+            if need + room > self.manager.pool.num_available:
+                break
+            seq.num_computed = min(len(match.blocks) * self.manager.block_size, len(seq.tokens) - 1)
+            if self._is_claimed(seq, claimed):
+                seq.num_computed = 0
+                passed_over += 1
+                continue
+            n = self._chunk(seq, budget, alone=len(self.waiting) + len(self.preempted) == 1)
+            placed = self.manager.allocate(seq.table, seq.num_computed + n, match)
+            assert placed, "admission asked for less than allocation"
+            self._book_hits(seq)
+            self._leave(seq)
+            seq.state = State.RUNNING
+            bisect.insort(self.running, seq, key=lambda s: s.order)
+            reserved += max(0, self.manager.blocks_for(len(seq.tokens)) - len(seq.table.blocks))
+            rows.append(self._row(seq, n, claimed))
+            budget -= n
+        return rows
+
+    def _book_hits(self, seq: Sequence) -> None:
+        hits = seq.num_computed
+        if seq.state is State.PREEMPTED:
+            self.stats.recompute_hit_tokens += hits
+            return
+        seq.cached_tokens = hits
+        self.stats.query_tokens += seq.num_prompt
+        self.stats.hit_tokens += hits
+        self.stats.cached_prompt_tokens += hits
+        self.stats.prompt_tokens += seq.num_prompt
+
+    def _row(self, seq: Sequence, n: int, claimed: set[bytes]) -> ScheduledRow:
+        """The sequence's row; what the step will have filled is findable from now on."""
+        start, end = seq.num_computed, seq.num_computed + n
+        settled = len(seq.table.content_ids) * self.manager.block_size
+        self._stored += self.manager.store_full(seq.table, seq.tokens, end)
+        if end < len(seq.tokens):
+            digest = self.manager.next_digest(seq.table, seq.tokens, end)
+            if digest is not None:
+                claimed.add(digest)
+        seq.last_step = self._step
+        return ScheduledRow(
+            seq_id=seq.seq_id,
+            token_ids=tuple(seq.tokens[start:end]),
+            start=start,
+            block_table=seq.table.ids[: self.manager.blocks_for(end)],
+            write_from=max(start, min(settled, end)),
+            sampling=self._sampling(seq) if end == len(seq.tokens) else None,
+        )
+
+    def _sampling(self, seq: Sequence) -> SamplingRow:
+        p = seq.request.params
+        forbidden: tuple[int, ...] = ()
+        if seq.num_output < p.min_tokens:
+            ends = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | self.config.eos_token_ids
+            forbidden = tuple(sorted(ends))
+        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        return SamplingRow(
+            params=p,
+            choice=seq.choice,
+            position=len(seq.tokens),
+            forbidden_ids=forbidden,
+            prompt_ids=tuple(seq.tokens[: seq.num_prompt]) if penalised else (),
+            output_ids=tuple(seq.tokens[seq.num_prompt :]) if penalised else (),
+        )
+
+    def _schedule_alone(self, seq: Sequence) -> ScheduledRow:
+        """A suspect runs by itself, so that a failure tells who caused it. Everybody else pauses."""
+        if seq.state is not State.RUNNING:
+            while self.running:
+                self._preempt(self.running[-1])
+            self._leave(seq)
+            seq.state = State.RUNNING
+            self.running.append(seq)
+        n = min(self.budget.limit, seq.num_missing)
+        placed = self.manager.allocate(seq.table, seq.num_computed + n)
+        assert placed, "one sequence alone always fits"
+        return self._row(seq, n, set())
+
+    def _preempt(self, seq: Sequence) -> None:
+        """By recomputation: its full blocks stay findable until somebody needs them."""
+        self.running.remove(seq)
+        self.manager.free(seq.table)
+        seq.num_computed = 0
+        seq.preemptions += 1
+        seq.state = State.PREEMPTED
+        bisect.insort(self.preempted, seq, key=lambda s: s.order)
+        self.stats.preemptions += 1
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def update(self, plan: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
+        """Apply a finished step: append tokens, finish and free."""
+        updates: list[SequenceUpdate] = []
+        for row in plan.rows:
+            seq = self._sequences[row.seq_id]
+            error = result.errors.get(row.seq_id)
+            if error is not None:
+                # Whatever it alone wrote is not to be believed.
+                self.manager.withdraw(b for b in seq.table.blocks if b.ref_count == 1)
+                self.finish(seq, "error")
+                updates.append(SequenceUpdate(seq, [], "error", error=error))
+                continue
+            seq.num_computed = row.start + len(row.token_ids)
+            if row.sampling is None:
+                continue
+            seq.suspect = False
+            updates.append(self._append(seq, result.tokens[row.seq_id]))
+        self._stored = []
+        self.budget.observe(plan.num_tokens, result.seconds)
+        return updates
+
+    def _append(self, seq: Sequence, sampled: list[SampledToken]) -> SequenceUpdate:
+        p = seq.request.params
+        taken: list[SampledToken] = []
+        reason: str | None = None
+        stop: int | None = None
+        for token in sampled:
+            seq.tokens.append(token.token_id)
+            taken.append(token)
+            self.stats.generation_tokens += 1
+            if token.token_id in p.stop_token_ids:
+                reason, stop = "stop", token.token_id
+            elif token.token_id in self.config.eos_token_ids and not p.ignore_eos:
+                reason = "stop"
+            elif seq.num_output >= p.max_tokens or len(seq.tokens) >= self.config.max_total_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        if reason is not None:
+            self.finish(seq, reason)
+        return SequenceUpdate(seq, taken, reason, stop)
+
+    def step_failed(self, plan: SchedulerOutput, error: str) -> list[SequenceUpdate]:
+        """The step as a whole raised. A row that was alone is guilty; otherwise each is tried alone from now on."""
+        self.manager.withdraw(self._stored)
+        self._stored = []
+        if len(plan.rows) == 1:
+            seq = self._sequences[plan.rows[0].seq_id]
+            self.finish(seq, "error")
+            return [SequenceUpdate(seq, [], "error", error=error)]
+        for row in plan.rows:
+            seq = self._sequences[row.seq_id]
+            seq.suspect = True
+            self._preempt(seq)
+        return []
+
+    # -- looking in --------------------------------------------------------------------------------------------
+
+    def filled_slots(self) -> tuple[int, int]:
+        return self.manager.filled_slots((s.table, s.num_computed) for s in self.running)
+
+    def check_integrity(self) -> None:
+        """Every invariant of scheduler and pool, between steps. Raises: AssertionError."""
+        self.manager.check_integrity(s.table for s in self._sequences.values())
+        states = {State.RUNNING: self.running, State.PREEMPTED: self.preempted, State.WAITING: self.waiting.values()}
+        assert sum(len(v) for v in states.values()) == len(self._sequences)
+        for state, seqs in states.items():
+            for seq in seqs:
+                assert seq.state is state and self._sequences[seq.seq_id] is seq
+                assert len(seq.tokens) < self.config.max_total_tokens + 1
+                if state is not State.RUNNING:
+                    assert not seq.table.blocks and seq.num_computed == 0
+                assert len(seq.table.blocks) * self.manager.block_size >= seq.num_computed
+                assert seq.num_computed < len(seq.tokens)
+        assert self.running == sorted(self.running, key=lambda s: s.order)
+        assert self.preempted == sorted(self.preempted, key=lambda s: s.order)
+        assert len(self.running) <= self.config.max_num_seqs
