@@ -21,7 +21,7 @@ from chatsvc.scheduler.plan import SampledToken, ScheduledRow, SchedulerOutput, 
 
 UNWRITTEN = -7
 
-TokenFn = Callable[[array[int], ScheduledRow], int]
+TokenFn = Callable[["array[int]", ScheduledRow], int]
 
 
 @dataclass(frozen=True, slots=True)

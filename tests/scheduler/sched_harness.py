@@ -1,0 +1,164 @@
+"""Scheduler, block manager and the token-remembering executor in one synchronous loop, checked after every operation."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+from chatsvc.cache.manager import BlockManager
+from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
+from chatsvc.scheduler.budget import StepBudget
+from chatsvc.scheduler.params import SamplingParams
+from chatsvc.scheduler.plan import SampledToken, SchedulerOutput, StepResult
+from chatsvc.scheduler.request import Request, SequenceUpdate
+from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
+
+VOCAB = 997
+EOS = 3
+
+
+class Bench:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 20,
+        block_size: int = 4,
+        budget: int = 16,
+        max_num_seqs: int = 8,
+        prefix_caching: bool = True,
+        secret: bytes = b"s",
+    ) -> None:
+        self.manager = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching, secret=secret)
+        self.limit = num_blocks * block_size
+        config = SchedulerConfig(max_num_seqs, self.limit, block_size, frozenset({EOS}))
+        self.scheduler = Scheduler(config, self.manager, StepBudget(budget, adaptive=False))
+        sim = SimulatedConfig(num_blocks, block_size, VOCAB, self.limit)
+        self.executor = SimulatedExecutor(sim)
+        self.token_fn = hashed_token(0, VOCAB)
+        self.requests: dict[str, Request] = {}
+        self.finished: list[SequenceUpdate] = []
+        self._n = 0
+
+    def add(self, prompt: list[int], *, max_tokens: int = 8, n: int = 1, salt: str = "", **kw: object) -> Request:
+        self._n += 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n)
+        if kw:
+            params = replace(params, **kw)  # type: ignore[arg-type]
+        request = Request(f"r{self._n}", prompt, params, arrival=float(self._n), cache_salt=salt)
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.scheduler.check_integrity()
+        return request
+
+    def abort(self, request: Request) -> None:
+        for seq in request.sequences:
+            self.scheduler.finish(seq, "abort")
+        self.scheduler.check_integrity()
+
+    def step(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule()
+        assert plan.rows or not self.scheduler.has_work
+        assert plan.num_tokens <= self.scheduler.budget.limit
+        self._check_rows(plan)
+        result = self.executor.run(plan)
+        self.apply(plan, result)
+        return plan
+
+    def apply(self, plan: SchedulerOutput, result: StepResult) -> None:
+        before = {r.seq_id: array("i", self.scheduler._sequences[r.seq_id].tokens) for r in plan.rows}
+        rows = {r.seq_id: r for r in plan.rows}
+        for update in self.scheduler.update(plan, result):
+            for token in update.tokens:  # the truth: a pure function of the sequence's own tokens
+                row = rows[update.sequence.seq_id]
+                want = self.token_fn(before[row.seq_id], row)
+                while row.sampling is not None and want in row.sampling.forbidden_ids:
+                    want = (want + 1) % VOCAB
+                assert token.token_id == want, "the cache gave this sequence somebody else's tokens"
+            if update.finish_reason:
+                self.finished.append(update)
+        self.scheduler.check_integrity()
+
+    def _check_rows(self, plan: SchedulerOutput) -> None:
+        written: set[int] = set()
+        size = self.manager.block_size
+        for row in plan.rows:
+            seq = self.scheduler._sequences[row.seq_id]
+            end = row.start + len(row.token_ids)
+            assert row.token_ids == tuple(seq.tokens[row.start : end])
+            assert len(row.block_table) == -(-end // size)
+            assert (row.sampling is not None) == (end == len(seq.tokens))
+            for p in range(row.write_from, end):
+                slot = row.block_table[p // size] * size + p % size
+                assert slot not in written, "two rows write one slot"
+                assert slot >= size, "the null block is never written"
+                written.add(slot)
+
+    def run(self, max_steps: int = 10_000) -> int:
+        for steps in range(max_steps):
+            if not self.scheduler.has_work:
+                return steps
+            self.step()
+        raise AssertionError("the scheduler did not finish: livelock or starvation")
+
+    def idle_is_clean(self) -> None:
+        pool = self.manager.pool
+        assert pool.num_used == 0 and pool.num_free + pool.num_cached == pool.num_blocks
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.preempted
+
+
+def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[str, int]:
+    """A seeded random walk: adds (shared prefixes, salts, n > 1), steps, aborts, failing steps and failing rows."""
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=rng.randint(5, 60),
+        block_size=rng.choice([1, 2, 4, 8]),
+        budget=rng.choice([1, 3, 7, 16, 64]),
+        max_num_seqs=rng.choice([1, 3, 8, 32]),
+        prefix_caching=rng.random() < 0.85,
+    )
+    if digest_bits is not None:
+        index, full = bench.manager.pool.index, bench.manager.pool.index.digest
+        index.digest = lambda p, t: bytes([full(p, t)[0] & ((1 << digest_bits) - 1)])  # type: ignore[method-assign]
+    heads = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, bench.limit // 2))] for _ in range(3)]
+    live: list[Request] = []
+    for _ in range(operations):
+        live = [r for r in live if not r.finished]
+        p = rng.random()
+        if p < 0.25 and len(live) < 24:
+            head = rng.choice(heads)
+            tail = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
+            prompt = (head[: rng.randint(1, len(head))] + tail)[: bench.limit - 1]
+            room = bench.limit - len(prompt)
+            live.append(
+                bench.add(
+                    prompt,
+                    max_tokens=rng.randint(1, min(room, 12)),
+                    n=rng.choice([1, 1, 1, 2, 4]),
+                    salt=rng.choice(["", "", "a"]),
+                    temperature=rng.choice([0.0, 1.0]),
+                    seed=rng.randrange(5),
+                    min_tokens=rng.choice([0, 0, 2]),
+                )
+            )
+        elif p < 0.30 and live:
+            bench.abort(rng.choice(live))
+        elif p < 0.32 and bench.scheduler.has_work:
+            plan = bench.scheduler.schedule()
+            bench.finished += bench.scheduler.step_failed(plan, "boom")
+            bench.scheduler.check_integrity()
+        elif p < 0.34 and bench.scheduler.has_work:
+            plan = bench.scheduler.schedule()
+            result = bench.executor.run(plan)
+            bad = rng.choice(plan.rows).seq_id
+            tokens = {k: v for k, v in result.tokens.items() if k != bad}
+            bench.apply(plan, StepResult(plan.step, tokens, {bad: "NaN"}))
+        else:
+            bench.step()
+    bench.run()
+    bench.idle_is_clean()
+    stats = bench.scheduler.stats
+    return {"preemptions": stats.preemptions, "hits": stats.hit_tokens, "finished": len(bench.finished)}
+
+
+__all__ = ["EOS", "VOCAB", "Bench", "SampledToken", "walk"]
