@@ -25,7 +25,8 @@ class OutputLog:
         pieces: text released when token i was appended ("" while bytes or a possible stop string are held back);
             same length as ``tokens``.
         tail: text that was still held back when the choice ended.
-        finish_reason: None while it runs. ``error`` says why in ``error``.
+        finish_reason: None while it runs. ``error`` says why in ``error``, and which HTTP status
+            fits in ``error_status``.
         stop_reason: the stop string or token id that ended it, if one did.
     """
 
@@ -36,6 +37,7 @@ class OutputLog:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_status: int = 500
 
     @property
     def text(self) -> str:

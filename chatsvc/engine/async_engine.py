@@ -1,0 +1,414 @@
+"""The engine: one asyncio task that plans, waits for the step, and publishes.
+
+The event loop owns everything that changes: requests, sequences, blocks. No locks. Only the forward pass leaves it, as
+plain rows, and while a step is in flight nothing that the step names is freed: aborts of running sequences wait for
+its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from chatsvc.cache.manager import BlockManager
+from chatsvc.engine.kvview import KVView
+from chatsvc.engine.metrics import Metrics
+from chatsvc.engine.output import FinishReason, Generation
+from chatsvc.engine.publisher import Choice, Running
+from chatsvc.errors import ContextLengthExceeded, EngineDead, InvalidRequest, Overloaded
+from chatsvc.runtime.executor import Executor, KVCapacity
+from chatsvc.scheduler.budget import StepBudget
+from chatsvc.scheduler.params import SamplingParams
+from chatsvc.scheduler.plan import SchedulerOutput
+from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
+from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
+from chatsvc.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LAG_INTERVAL = 0.1
+IDLE_CHECK_BLOCKS = 100_000  # a pool up to this size is proven whole whenever the engine falls idle
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Times in seconds.
+
+    Attributes:
+        max_num_batched_tokens: tokens of a step; None: adaptive, so that a step stays under ``max_step_seconds``.
+        watermark_tokens: room kept for each running sequence when a new one is admitted; None: one block.
+        max_queue: requests that wait; one more is refused.
+        queue_timeout: a request that has waited longer is failed.
+        stuck_after: a step that takes longer makes the engine unhealthy.
+    """
+
+    block_size: int = 16
+    prefix_caching: bool = True
+    cache_secret: bytes = b""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_step_seconds: float = 0.25
+    watermark_tokens: int | None = None
+    max_queue: int = 256
+    queue_timeout: float = 60.0
+    stuck_after: float = 10.0
+
+
+class AsyncEngine:
+    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.metrics = Metrics(lambda: self._scheduler)
+        self._scheduler: Scheduler | None = None
+        self._capacity: KVCapacity | None = None
+        self._running: dict[str, Running] = {}
+        self._by_seq: dict[int, tuple[Running, Choice]] = {}
+        self._in_flight: SchedulerOutput | None = None
+        self._step_began: float | None = None
+        self._aborted: list[Running] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._dead: str | None = None
+        self._views: set[KVView] = set()
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model off the loop, then begin to step. Raises: ConfigError, ModelError."""
+        capacity = self._capacity = await asyncio.to_thread(self.executor.start)
+        c = self.config
+        manager = BlockManager(
+            capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret
+        )
+        budget = StepBudget(
+            c.max_num_batched_tokens or capacity.tokens_per_step,
+            adaptive=c.max_num_batched_tokens is None,
+            max_seconds=c.max_step_seconds,
+        )
+        watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
+        scheduler_config = SchedulerConfig(c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids)
+        self._scheduler = Scheduler(scheduler_config, manager, budget)
+        self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._measure_lag())]
+
+    async def stop(self) -> None:
+        """End everything that still runs (as aborted) and stop the executor. Idempotent."""
+        self._draining = True
+        for running in list(self._running.values()):
+            self._abort(running)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await asyncio.to_thread(self.executor.stop)
+
+    def begin_drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        self._draining = True
+
+    async def drained(self, timeout: float) -> bool:  # noqa: ASYNC109  the answer is a bool, not an exception
+        """Until nothing runs, or ``timeout`` seconds. Returns whether nothing runs."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._running:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- what callers see --------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> KVCapacity:
+        if self._capacity is None:
+            raise Overloaded("the model is still loading", status=503, retry_after=2)
+        return self._capacity
+
+    @property
+    def limit(self) -> int:
+        """Prompt and answer together: min(context, pool)."""
+        return min(self.capacity.max_model_len, self.capacity.num_blocks * self.config.block_size)
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
+    def scheduler(self) -> Scheduler:
+        if self._scheduler is None:
+            raise Overloaded("the model is still loading", status=503, retry_after=2)
+        return self._scheduler
+
+    @property
+    def healthy(self) -> bool:
+        """False when the engine died, or has had a step in flight for longer than ``stuck_after``."""
+        began = self._step_began
+        return self._dead is None and (began is None or time.perf_counter() - began < self.config.stuck_after)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def ready(self) -> bool:
+        return self._scheduler is not None and not self._draining and self.healthy
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._running)
+
+    def generate(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Generation:
+        """Queue a request and return its readers' side. Everything that can be refused is refused here, at once.
+
+        Raises: InvalidRequest, ContextLengthExceeded, Overloaded, EngineDead.
+        """
+        self._check(prompt_token_ids, params)
+        now = time.perf_counter()
+        request = Request(request_id, prompt_token_ids, params, now, tenant, cache_salt, priority)
+        self.scheduler.add(request)
+        generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(request_id), now)
+        running = Running(request, generation, self.tokenizer)
+        self._running[request_id] = running
+        for choice in running.choices:
+            self._by_seq[choice.sequence.seq_id] = (running, choice)
+        self._wake.set()
+        return generation
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if self._draining:
+            raise Overloaded("the server is shutting down", status=503, retry_after=5)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if len(prompt) >= self.limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; prompt and answer together may have {self.limit}"
+            )
+        if len(prompt) + params.max_tokens > self.limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; together they may have "
+                f"{self.limit}",
+                param="max_tokens",
+            )
+        if params.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        queued = sum(1 for _ in self._queued())
+        if queued >= self.config.max_queue:
+            raise Overloaded(f"the queue is full ({queued} requests wait)", status=429, retry_after=2)
+
+    def _queued(self) -> list[Running]:
+        """Requests none of whose sequences has been scheduled, oldest first."""
+        waiting = self.scheduler.waiting.values()
+        ids = dict.fromkeys(s.request.request_id for s in waiting if s.choice == 0)
+        return [self._running[i] for i in ids]
+
+    def cancel(self, request_id: str) -> bool:
+        """Stop a request; False when nothing of that name runs."""
+        if request_id not in self._running:
+            return False
+        self._cancel(request_id)
+        return True
+
+    def _cancel(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self._abort(running)
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    async def _loop(self) -> None:
+        try:
+            while True:
+                self._expire()
+                if not self.scheduler.has_work:
+                    self._fell_idle()
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                await self._step()
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            log.exception("the engine died")
+            self._die(f"the engine died: {type(e).__name__}: {e}")
+
+    async def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        now = time.perf_counter()
+        for row in plan.rows:
+            self._note_scheduled(row.seq_id, now)
+        self._in_flight, self._step_began = plan, now
+        try:
+            result = await asyncio.wrap_future(self.executor.submit(plan))
+        except Exception as e:  # the step, not the engine: whose fault it was is found out by trying one by one
+            log.exception("step %d with %d rows failed", plan.step, len(plan.rows))
+            updates = self.scheduler.step_failed(plan, f"{type(e).__name__}: {e}")
+        else:
+            self.metrics.step.observe(result.seconds)
+            self.metrics.batch_tokens.observe(plan.num_tokens)
+            updates = self.scheduler.update(plan, result)
+        finally:
+            self._in_flight = self._step_began = None
+        now = time.perf_counter()
+        for update in updates:
+            self._publish(update, now)
+        self._apply_aborts()
+        for view in self._views:
+            view.changed()
+
+    def _note_scheduled(self, seq_id: int, now: float) -> None:
+        running, choice = self._by_seq[seq_id]
+        generation = running.generation
+        if generation.timings.scheduled is None:
+            generation.timings.scheduled = now
+            self.metrics.queue.observe(now - generation.timings.arrival)
+        cached = choice.sequence.cached_tokens
+        if choice.sequence.choice == 0 and cached is not None:
+            generation.num_cached_tokens = cached
+
+    def _publish(self, update: SequenceUpdate, now: float) -> None:
+        """The one place where tokens become text."""
+        running, choice = self._by_seq[update.sequence.seq_id]
+        generation = running.generation
+        if choice.log.finish_reason is None:
+            self._observe_tokens(generation, choice, len(update.tokens), now)
+            stop = running.append(choice, update.tokens, update.finish_reason)
+            if stop is not None:
+                self.scheduler.finish(update.sequence, "stop")
+                self._end(running, choice, "stop", stop=stop)
+            elif update.finish_reason == "error":
+                self._end(running, choice, "error", error=update.error)
+            elif update.finish_reason is not None:
+                reason: FinishReason = "stop" if update.finish_reason == "stop" else "length"
+                self._end(running, choice, reason, stop=update.stop_reason)
+            generation.notify()
+        self._forget_if_done(running)
+
+    def _observe_tokens(self, generation: Generation, choice: Choice, count: int, now: float) -> None:
+        if not count:
+            return
+        if generation.timings.first_token is None:
+            generation.timings.first_token = now
+            self.metrics.ttft.observe(now - generation.timings.arrival)
+        if choice.last_token_at is not None:
+            self.metrics.inter_token.observe((now - choice.last_token_at) / count)
+        choice.last_token_at = now
+
+    def _end(
+        self,
+        running: Running,
+        choice: Choice,
+        reason: FinishReason,
+        *,
+        stop: str | int | None = None,
+        error: str | None = None,
+        status: int = 500,
+    ) -> None:
+        if choice.log.finish_reason is not None:
+            return
+        running.end(choice, reason, stop=stop, error=error, status=status)
+        self.metrics.finished.labels(reason).inc()
+        if running.generation.finished:
+            running.generation.timings.finished = time.perf_counter()
+            self.metrics.request.observe(time.perf_counter() - running.generation.timings.arrival)
+
+    def _forget_if_done(self, running: Running) -> None:
+        if running.generation.finished and running.request.finished:
+            if self._running.pop(running.request.request_id, None) is None:
+                return
+            for seq in running.request.sequences:
+                del self._by_seq[seq.seq_id]
+            if not self._running:
+                self._idle.set()
+
+    # -- ends that do not come from a token --------------------------------------------------------------------
+
+    def _abort(
+        self, running: Running, reason: FinishReason = "abort", error: str | None = None, status: int = 500
+    ) -> None:
+        """Readers see the end at once; blocks named by the step in flight are freed when it is done."""
+        for choice in running.choices:
+            self._end(running, choice, reason, error=error, status=status)
+        running.generation.notify()
+        self._aborted.append(running)
+        if self._in_flight is None:
+            self._apply_aborts()
+        self._wake.set()
+
+    def _apply_aborts(self) -> None:
+        for running in self._aborted:
+            for seq in running.request.sequences:
+                self.scheduler.finish(seq, "abort")
+            self._forget_if_done(running)
+        self._aborted.clear()
+
+    def _expire(self) -> None:
+        limit = time.perf_counter() - self.config.queue_timeout
+        for running in self._queued():
+            if running.request.arrival > limit:
+                break
+            waited = f"the request waited {self.config.queue_timeout:g} s in the queue without being started"
+            self._abort(running, "error", waited, 503)
+
+    def _die(self, why: str) -> None:
+        self._dead = why
+        for running in list(self._running.values()):
+            for choice in running.choices:
+                self._end(running, choice, "error", error=why, status=503)
+            running.generation.notify()
+        self._running.clear()
+        self._by_seq.clear()
+        self._idle.set()
+
+    def _fell_idle(self) -> None:
+        """With nothing to do there is time to prove that nothing leaked; what is found is said and survived."""
+        if self.scheduler.manager.pool.num_blocks > IDLE_CHECK_BLOCKS:
+            return
+        try:
+            self.scheduler.check_integrity()
+            assert self.scheduler.manager.pool.num_used == 0, "blocks in use while nothing runs"
+        except AssertionError:
+            log.exception("the KV pool is not whole although the engine is idle; please report this")
+
+    async def _measure_lag(self) -> None:
+        while True:
+            due = time.perf_counter() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
+
+    # -- looking in --------------------------------------------------------------------------------------------
+
+    def kv_snapshot(self) -> dict[str, Any]:
+        """The body of ``GET /debug/kv``."""
+        return KVView(self.scheduler, self._name_of).snapshot()
+
+    async def kv_events(self) -> AsyncIterator[dict[str, Any]]:
+        """First the whole state, then what changed, at most ten times a second."""
+        view = KVView(self.scheduler, self._name_of)
+        self._views.add(view)
+        try:
+            async for event in view.events():
+                yield event
+        finally:
+            self._views.discard(view)
+
+    def _name_of(self, seq: Sequence) -> str:
+        assert seq.state is not State.FINISHED
+        return f"{seq.request.request_id}:{seq.choice}"

@@ -1,0 +1,73 @@
+"""From sampled tokens to text in the output logs: detokenising, stop strings, the end of a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chatsvc.engine.output import FinishReason, Generation, OutputLog
+from chatsvc.scheduler.plan import SampledToken
+from chatsvc.scheduler.request import Request, Sequence
+from chatsvc.text.detokenizer import IncrementalDetokenizer
+from chatsvc.text.stop import StopMatcher
+from chatsvc.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Choice:
+    """The text side of one sequence."""
+
+    sequence: Sequence
+    log: OutputLog
+    detokenizer: IncrementalDetokenizer
+    stops: StopMatcher
+    last_token_at: float | None = None
+
+
+class Running:
+    """One request in the engine: its scheduler side, its readers' side, and the text state between the two."""
+
+    def __init__(self, request: Request, generation: Generation, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.generation = generation
+        self.choices = [
+            Choice(s, log, IncrementalDetokenizer(tokenizer), StopMatcher(request.params.stop))
+            for s, log in zip(request.sequences, generation.logs, strict=True)
+        ]
+
+    def append(self, choice: Choice, tokens: list[SampledToken], ended: str | None) -> str | None:
+        """Append tokens to the log; returns the stop string that was found, if one was.
+
+        The token that ended the choice (an end token or a stop token id) is logged without text.
+        """
+        last = len(tokens) - 1
+        for i, token in enumerate(tokens):
+            silent = ended == "stop" and i == last
+            piece = "" if silent else choice.detokenizer.push(token.token_id)
+            released, stop = choice.stops.push(piece) if piece else ("", None)
+            choice.log.tokens.append(token)
+            choice.log.pieces.append(released)
+            if stop is not None:
+                return stop
+        return None
+
+    def end(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        *,
+        stop: str | int | None = None,
+        error: str | None = None,
+        status: int = 500,
+    ) -> None:
+        """Release what was held back (unless a stop string was found) and close the log."""
+        log = choice.log
+        if log.finish_reason is not None:
+            return
+        if not isinstance(stop, str):
+            released, late = choice.stops.push(choice.detokenizer.flush())
+            log.tail = released if late is not None else released + choice.stops.flush()
+            stop = late if late is not None else stop
+        log.stop_reason = stop
+        log.error = error
+        log.error_status = status
+        log.finish_reason = reason

@@ -1,0 +1,139 @@
+"""The local executor: a model in this process, stepped by one thread."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from chatsvc.errors import ConfigError
+from chatsvc.models.attention.base import AttentionBackend
+from chatsvc.models.base import CausalLM, ModelShape
+from chatsvc.runtime import kv
+from chatsvc.runtime.executor import KVCapacity
+from chatsvc.runtime.runner import ModelRunner
+from chatsvc.scheduler.params import SamplingParams
+from chatsvc.scheduler.plan import SamplingRow, ScheduledRow, SchedulerOutput, StepResult
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalConfig:
+    """Attributes:
+    num_blocks: usable blocks, or None: as many as ``kv_cache_memory`` bytes hold.
+    max_model_len: None: the model's, lowered to what the pool holds for one sequence.
+    max_step_seconds: a step of ``tokens_per_step`` tokens should stay under it.
+    """
+
+    block_size: int
+    kv_cache_memory: int
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_step_seconds: float = 0.25
+    measure: bool = True
+
+
+def plan_capacity(config: LocalConfig, shape: ModelShape, dtype: torch.dtype) -> tuple[int, int]:
+    """(number of blocks, max_model_len).
+
+    Raises: ConfigError with the numbers when an explicit max_model_len, or anything at all, cannot fit.
+    """
+    per_block = kv.block_bytes(shape, config.block_size, dtype)
+    blocks = config.num_blocks if config.num_blocks is not None else config.kv_cache_memory // per_block
+    if blocks < 1:
+        raise ConfigError(
+            f"--kv-cache-memory {config.kv_cache_memory} bytes holds no block; one block of {config.block_size} tokens "
+            f"takes {per_block} bytes"
+        )
+    room = blocks * config.block_size
+    wanted = config.max_model_len
+    if wanted is None:
+        if room < shape.max_model_len:
+            log.warning(
+                "the KV pool holds %d tokens (%d blocks of %d): max_model_len is lowered to that from the model's %d; "
+                "raise --kv-cache-memory to %d MiB for all of it",
+                room,
+                blocks,
+                config.block_size,
+                shape.max_model_len,
+                -(-shape.max_model_len // config.block_size) * per_block // 2**20 + 1,
+            )
+        return blocks, min(room, shape.max_model_len)
+    if wanted > shape.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {wanted} is more than the model's own limit of {shape.max_model_len} tokens"
+        )
+    if wanted > room:
+        need = -(-wanted // config.block_size)
+        raise ConfigError(
+            f"--max-model-len {wanted} needs {need} blocks ({need * per_block / 2**20:.0f} MiB) for one sequence, the "
+            f"KV pool has {blocks} ({blocks * per_block / 2**20:.0f} MiB, {room} tokens): raise --kv-cache-memory or "
+            f"lower --max-model-len to {room}"
+        )
+    return blocks, wanted
+
+
+class LocalExecutor:
+    """Implements :class:`chatsvc.runtime.executor.Executor`. ``load`` is called on the engine thread."""
+
+    def __init__(self, config: LocalConfig, load: Callable[[], tuple[CausalLM, AttentionBackend]]) -> None:
+        self.config = config
+        self._load = load
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chatsvc-engine")
+        self.runner: ModelRunner | None = None
+
+    def start(self) -> KVCapacity:
+        return self._thread.submit(self._start).result()
+
+    def _start(self) -> KVCapacity:
+        # The loop and this thread take turns at the interpreter hundreds of times a step; with the default interval
+        # of 5 ms every turn that meets a busy loop would cost that much.
+        sys.setswitchinterval(1e-4)
+        began = time.perf_counter()
+        model, backend = self._load()
+        blocks, max_model_len = plan_capacity(self.config, model.shape, model.dtype)
+        cache = kv.allocate(model.shape, blocks, self.config.block_size, model.dtype, model.device)
+        self.runner = ModelRunner(model, backend, cache)
+        loaded = time.perf_counter()
+        tokens_per_step = self._measure(self.runner, max_model_len) if self.config.measure else 512
+        log.info(
+            "model loaded in %.2f s, measured in %.2f s: attention %s, %d blocks of %d tokens, %d tokens a step",
+            loaded - began,
+            time.perf_counter() - loaded,
+            backend.name,
+            blocks,
+            self.config.block_size,
+            tokens_per_step,
+        )
+        return KVCapacity(blocks, max_model_len, tokens_per_step, model.shape.vocab_size)
+
+    def _measure(self, runner: ModelRunner, max_model_len: int) -> int:
+        """Tokens that one step can compute in the given time, from two real steps that write nothing."""
+
+        def seconds(tokens: int) -> float:
+            sampling = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, tokens)
+            table = (0,) * -(-tokens // self.config.block_size)
+            row = ScheduledRow(0, (0,) * tokens, 0, table, tokens, sampling)
+            began = time.perf_counter()
+            runner.run(SchedulerOutput(0, (row,)))
+            return time.perf_counter() - began
+
+        few, many = 1, min(96, max_model_len - 1)
+        seconds(few)  # the first one pays for lazy initialisation
+        short = seconds(few)
+        per_token = max((seconds(many) - short) / max(1, many - few), 1e-6)
+        return max(16, min(8192, int((self.config.max_step_seconds - short) / per_token)))
+
+    def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
+        assert self.runner is not None, "start() first"
+        return self._thread.submit(self.runner.run, plan)
+
+    def stop(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.runner = None

@@ -1,0 +1,71 @@
+"""One step of a real model: rows in, tokens out. Keeps no state about requests."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from chatsvc.models.attention.base import AttentionBackend, KVCache, StepLayout
+from chatsvc.models.base import CausalLM
+from chatsvc.runtime.sampler import sample
+from chatsvc.scheduler.plan import SampledToken, ScheduledRow, SchedulerOutput, StepResult
+
+
+def layout_of(rows: tuple[ScheduledRow, ...], block_size: int) -> StepLayout:
+    """The step's flat batch as attention wants it."""
+    slots: list[int] = []
+    for row in rows:
+        for p in range(row.start, row.start + len(row.token_ids)):
+            written = p >= row.write_from
+            slots.append(row.block_table[p // block_size] * block_size + p % block_size if written else -1)
+    return StepLayout(
+        query_lens=[len(r.token_ids) for r in rows],
+        seq_lens=[r.start + len(r.token_ids) for r in rows],
+        block_tables=[list(r.block_table) for r in rows],
+        slot_mapping=slots,
+    )
+
+
+class ModelRunner:
+    def __init__(self, model: CausalLM, backend: AttentionBackend, cache: KVCache) -> None:
+        self.model = model
+        self.backend = backend
+        self.cache = cache
+        self._scale = model.shape.head_dim**-0.5
+
+    @torch.inference_mode()
+    def logits(self, rows: tuple[ScheduledRow, ...]) -> tuple[torch.Tensor, list[ScheduledRow]]:
+        """Forward; logits [R, V] of the rows that sample, in order."""
+        device = self.model.device
+        layout = layout_of(rows, self.cache.block_size)
+        ids = torch.tensor([t for r in rows for t in r.token_ids], dtype=torch.int64, device=device)
+        spans = [range(r.start, r.start + len(r.token_ids)) for r in rows]
+        positions = torch.tensor([p for span in spans for p in span], dtype=torch.int64, device=device)
+        sampled, last, wanted = [], -1, []
+        for row in rows:
+            last += len(row.token_ids)
+            if row.sampling is not None:
+                sampled.append(row)
+                wanted.append(last)
+        meta = self.backend.prepare(layout, self.cache)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self.backend.forward(q, k, v, layer, self.cache, meta, self._scale)
+
+        rows_at = torch.tensor(wanted, dtype=torch.int64, device=device)
+        return self.model.forward(ids, positions, attend, rows_at), sampled
+
+    @torch.inference_mode()
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        began = time.perf_counter()
+        logits, rows = self.logits(plan.rows)
+        tokens: dict[int, list[SampledToken]] = {}
+        errors: dict[int, str] = {}
+        if rows:
+            for row, outcome in zip(rows, sample(logits, [r.sampling for r in rows if r.sampling]), strict=True):
+                if isinstance(outcome, str):
+                    errors[row.seq_id] = outcome
+                else:
+                    tokens[row.seq_id] = [outcome]
+        return StepResult(plan.step, tokens, errors, time.perf_counter() - began)
