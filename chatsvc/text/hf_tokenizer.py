@@ -156,9 +156,9 @@ def _strips(decoder: Any) -> bool:
     if not isinstance(decoder, dict):
         return False
     if decoder.get("type") == "Strip":
-        return decoder.get("content") == " " and decoder.get("start", 0) > 0
+        return bool(decoder.get("content") == " " and decoder.get("start", 0) > 0)
     if decoder.get("type") == "Metaspace":
-        return decoder.get("prepend_scheme", "always") != "never"
+        return bool(decoder.get("prepend_scheme", "always") != "never")
     return any(_strips(part) for part in decoder.values())
 
 
