@@ -1,0 +1,178 @@
+"""From running generations to a response: streamed or whole, and what happens when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatsvc.api.frames import DONE, Shape, dumps, error_event, usage
+from chatsvc.api.middleware import RequestInfo
+from chatsvc.api.services import ApiSettings
+from chatsvc.api.sse import EventStream, closing
+from chatsvc.engine.output import Delta, Generation, OutputLog
+from chatsvc.errors import EngineError, Overloaded
+
+log = logging.getLogger("chatsvc.api")
+
+CLIENT_GONE = 499  # nobody sees it; for the log line
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The generations of one request (one per prompt; choice ``i`` of prompt ``p`` has the index ``p * n + i``)."""
+
+    generations: Sequence[Generation]
+    shape: Shape
+    info: RequestInfo
+    settings: ApiSettings
+
+    def stream(self, *, include_usage: bool) -> Response:
+        """Server-sent events."""
+        return EventStream(
+            self.events(include_usage=include_usage),
+            ping=self.settings.ping_interval,
+            send_timeout=self.settings.send_timeout,
+            on_close=self.close,
+        )
+
+    async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
+        """The events, one item per read of the logs. A fault ends them with one error event and no ``[DONE]``."""
+        try:
+            async with closing(merged(self.generations)) as items:
+                async for position, news in items:
+                    if frame := self._frame(position, news):
+                        yield frame
+        except EngineError as exc:
+            self.info.fields["outcome"] = "error"
+            yield error_event(str(exc))
+            return
+        except Exception:
+            self.info.fields["outcome"] = "error"
+            log.exception("stream of request %s failed", self.info.id)
+            yield error_event("The server had an internal error", "internal_error")
+            return
+        yield (self.shape.usage_chunk(usage(self.generations)) if include_usage else b"") + DONE
+
+    def _frame(self, position: int, news: list[Delta]) -> bytes:
+        generation = self.generations[position]
+        first = position * len(generation.logs)
+        out = []
+        for delta in news:
+            if delta.finish_reason == "error":
+                raise EngineError(delta.error or "The generation failed")
+            out.append(self.shape.chunk(first + delta.index, delta, generation.logs[delta.index]))
+        return b"".join(out)
+
+    async def whole(self, request: Request) -> Response:
+        """One JSON body.
+
+        Raises:
+            EngineError: a choice failed.
+            Overloaded: it failed before it ever ran.
+        """
+        try:
+            if await self._wait(request):
+                logs = self._logs()
+                return Response(dumps(self.shape.body(logs, usage(self.generations))), media_type="application/json")
+            self.info.fields["outcome"] = "client_gone"
+            return Response(status_code=CLIENT_GONE)
+        finally:
+            self.close()
+
+    def _logs(self) -> list[OutputLog]:
+        logs = []
+        for generation in self.generations:
+            for choice in generation.logs:
+                if choice.finish_reason == "error":
+                    message = choice.error or "The generation failed"
+                    if generation.timings.scheduled is None:  # it waited too long, or the server is going down
+                        raise Overloaded(message, status=503)
+                    raise EngineError(message)
+                logs.append(choice)
+        return logs
+
+    async def _wait(self, request: Request) -> bool:
+        """Until all generations ended (True) or the client has left (False)."""
+        done = asyncio.create_task(self._all_ended())
+        gone = asyncio.create_task(client_gone(request))
+        try:
+            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if done.done():
+                done.result()
+                return True
+            return False
+        finally:
+            gone.cancel()
+            done.cancel()
+            await asyncio.gather(gone, done, return_exceptions=True)
+
+    async def _all_ended(self) -> None:
+        for generation in self.generations:
+            await generation.wait()
+
+    def close(self) -> None:
+        """Stop what still runs and write down what happened. Idempotent."""
+        for generation in self.generations:
+            if not generation.finished:
+                self.info.fields.setdefault("outcome", "client_gone")
+                generation.cancel()
+        self._note()
+
+    def _note(self) -> None:
+        counts = usage(self.generations)
+        timings = self.generations[0].timings
+        fields = self.info.fields
+        fields["prompt_tokens"] = counts["prompt_tokens"]
+        fields["cached_tokens"] = counts["prompt_tokens_details"]["cached_tokens"]
+        fields["completion_tokens"] = counts["completion_tokens"]
+        fields["finish"] = [choice.finish_reason for g in self.generations for choice in g.logs]
+        if timings.scheduled is not None:
+            fields["queue_seconds"] = round(timings.scheduled - timings.arrival, 4)
+        if timings.first_token is not None:
+            fields["first_token_seconds"] = round(timings.first_token - timings.arrival, 4)
+
+
+async def client_gone(request: Request) -> None:
+    """Until the client has left. The body has been read: the next message can only be the disconnect."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[Delta]]]:
+    """What is new, with the position of its generation."""
+    if len(generations) == 1:
+        async with closing(generations[0].read()) as reads:
+            async for news in reads:
+                yield 0, news
+        return
+    # One slot: a reader that is slow finds everything since its last look in the next item.
+    queue: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(position: int, generation: Generation) -> None:
+        try:
+            async for news in generation.read():
+                await queue.put((position, news))
+            await queue.put(None)
+        except Exception as exc:
+            await queue.put(exc)
+
+    tasks = [asyncio.create_task(pump(i, g)) for i, g in enumerate(generations)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,73 @@
+"""The HTTP application. Built from :class:`Services`; starting and stopping the engine is its builder's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from chatsvc.api import admin, chat, completions, openapi, tokens
+from chatsvc.api.errors import on_exception, on_http_exception
+from chatsvc.api.middleware import RequestMiddleware, request_info
+from chatsvc.api.services import ApiSettings, Services
+from chatsvc.errors import ChatsvcError
+
+STATIC = Path(__file__).parent / "static"
+
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def create_app(services: Services, extra_routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The ASGI app. All its state is in ``services``: several apps in one process do not share anything."""
+    routes: list[BaseRoute] = [
+        *chat.routes(services),
+        *completions.routes(services),
+        *tokens.routes(services),
+        *admin.routes(services),
+        openapi.route(),
+        *extra_routes,
+        *page_routes(),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(RequestMiddleware)],
+        exception_handlers={
+            ChatsvcError: on_exception,
+            HTTPException: on_http_exception,
+            ClientDisconnect: on_client_disconnect,
+        },
+    )
+    app.router.redirect_slashes = False  # a path is right or it is 404; no second spelling to guard
+    return app
+
+
+def page_routes() -> list[BaseRoute]:
+    """The chat page and its files, where they are installed."""
+    index = STATIC / "index.html"
+    if not index.is_file():
+        return []
+
+    async def page(request: Request) -> Response:
+        return FileResponse(index, headers=PAGE_HEADERS)
+
+    return [Route("/", page, methods=["GET"]), Mount("/static", StaticFiles(directory=STATIC))]
+
+
+async def on_client_disconnect(request: Request, exc: Exception) -> Response:
+    """The client left while it was still sending: nobody reads this answer."""
+    request_info(request).fields["outcome"] = "client_gone"
+    return Response(status_code=499)
+
+
+__all__ = ["ApiSettings", "Services", "create_app"]

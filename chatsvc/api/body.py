@@ -1,0 +1,132 @@
+"""From bytes to a validated model: size, content type, JSON, fields. Every refusal names what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from chatsvc.api.errors import PayloadTooLarge, UnsupportedMediaType
+from chatsvc.api.services import Services
+from chatsvc.errors import InvalidRequest
+
+M = TypeVar("M", bound=BaseModel)
+
+DRAIN_BYTES = 64 * 1024 * 1024
+DRAIN_SECONDS = 5.0
+
+
+async def read_model(request: Request, services: Services, model: type[M]) -> M:
+    """Read the body and validate it as ``model``; long bodies are parsed in a thread.
+
+    Raises:
+        InvalidRequest: bad JSON, or a field is wrong (``param`` names it).
+        PayloadTooLarge, UnsupportedMediaType: as they say.
+        ClientDisconnect: the client left before it had sent everything.
+    """
+    check_content_type(request)
+    raw = await read_body(request, services.settings.max_body_bytes)
+    return await services.offload(len(raw), parse, raw, model)
+
+
+def check_content_type(request: Request) -> None:
+    """JSON only. A missing content type counts as JSON."""
+    kind = request.headers.get("content-type")
+    if kind is not None:
+        media = kind.partition(";")[0].strip().lower()
+        if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+            raise UnsupportedMediaType(f"The content type has to be application/json, not {media or 'empty'}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise UnsupportedMediaType(f"The content encoding {coding} is not supported")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, at most ``limit`` bytes.
+
+    A body that is too large is read on for a while and thrown away, so that the client sees the answer and can keep
+    the connection; closing with unread bytes in the socket would make the kernel send a reset that eats the answer.
+    """
+    message = f"The body is larger than the limit of {limit} bytes"
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        if "100-continue" in request.headers.get("expect", "").lower() or int(length) > DRAIN_BYTES:
+            raise PayloadTooLarge(message, close=True)
+        raise PayloadTooLarge(message, close=not await _drain(request))
+    parts: list[bytes] = []
+    size = 0
+    stream = request.stream()
+    async for part in stream:
+        size += len(part)
+        if size > limit:
+            raise PayloadTooLarge(message, close=not await _drain(request))
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _drain(request: Request) -> bool:
+    """Read and forget the rest of the body; True when it came to its end within the bounds."""
+    size = 0
+    try:
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while True:
+                message = await request.receive()
+                size += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or size > DRAIN_BYTES:
+                    return False
+                if not message.get("more_body", False):
+                    return True
+    except TimeoutError:
+        return False
+
+
+def parse(raw: bytes, model: type[M]) -> M:
+    """Validate JSON as ``model``.
+
+    The parser (jiter, inside pydantic) bounds the depth, refuses lone surrogates and numbers of thousands of digits.
+    NaN and Infinity pass it, so that the field they stand in can be named; no field allows them.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as exc:
+        raise invalid(exc, model) from None
+
+
+def invalid(exc: ValidationError, model: type[BaseModel]) -> InvalidRequest:
+    """The first error, in words, with the field's path (``messages.0.content``)."""
+    errors = exc.errors(include_url=False, include_input=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {first.get('ctx', {}).get('error', 'unknown error')}")
+    param = _path(first, _field_names(model))
+    if not param:
+        return InvalidRequest("The body has to be a JSON object")
+    # A union reports one error per member: say all of them once.
+    words = dict.fromkeys(e["msg"] for e in errors if _path(e, _field_names(model)) == param)
+    message = "This field is required" if first["type"] == "missing" else " or ".join(words)
+    return InvalidRequest(f"{param}: {message}", param=param)
+
+
+def _path(error: ErrorDetails, names: frozenset[str]) -> str:
+    """The location without pydantic's own marks (names of union members, ``[key]``) and without caller's keys."""
+    return ".".join(str(part) for part in error["loc"] if isinstance(part, int) or part in names)
+
+
+def _field_names(model: type[BaseModel]) -> frozenset[str]:
+    names: set[str] = set()
+    todo: list[object] = [model]
+    seen: set[int] = set()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, type) and issubclass(item, BaseModel):
+            names.update(item.model_fields)
+            todo += [f.annotation for f in item.model_fields.values()]
+        else:
+            todo += [arg for arg in get_args(item) if not isinstance(arg, str)]
+    return frozenset(names)

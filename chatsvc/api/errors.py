@@ -1,0 +1,83 @@
+"""Every error leaves the service in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatsvc.errors import ChatsvcError, EngineDead, Overloaded, RequestError, StoreError
+
+log = logging.getLogger("chatsvc.api")
+
+RETRY_AFTER_UNAVAILABLE = 5  # seconds
+
+_HTTP_MESSAGES = {
+    404: "There is nothing at this path: {method} {path}",
+    405: "The method {method} is not allowed for {path}",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed", 409: "conflict", 415: "unsupported_media_type"}
+
+
+class PayloadTooLarge(RequestError):
+    """413. ``close`` asks for the connection to be closed: the rest of the body was not read."""
+
+    status = 413
+
+    def __init__(self, message: str, *, close: bool = False) -> None:
+        super().__init__(message, code="request_too_large")
+        self.close = close
+
+
+class UnsupportedMediaType(RequestError):
+    """415."""
+
+    status = 415
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(exc: Exception) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """HTTP status, extra headers and body of an exception. What is not ours says nothing about the inside."""
+    if isinstance(exc, RequestError):
+        headers = {"Connection": "close"} if isinstance(exc, PayloadTooLarge) and exc.close else {}
+        code = exc.code or _CODES.get(exc.status)
+        return exc.status, headers, error_body(exc.message, "invalid_request_error", exc.param, code)
+    if isinstance(exc, Overloaded):
+        kind = "rate_limit_error" if exc.status == 429 else "server_error"
+        code = "rate_limit_exceeded" if exc.status == 429 else "unavailable"
+        return exc.status, {"Retry-After": str(exc.retry_after)}, error_body(exc.message, kind, None, code)
+    if isinstance(exc, (EngineDead, StoreError)):
+        message = str(exc) or "The service cannot answer at the moment"
+        headers = {"Retry-After": str(RETRY_AFTER_UNAVAILABLE)}
+        return 503, headers, error_body(message, "server_error", None, "unavailable")
+    if isinstance(exc, ChatsvcError):
+        return 500, {}, error_body(str(exc) or "The generation failed", "server_error", None, "engine_error")
+    return 500, {}, error_body("The server had an internal error", "server_error", None, "internal_error")
+
+
+def error_response(exc: Exception) -> Response:
+    """The response for an exception."""
+    status, headers, body = describe(exc)
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+async def on_exception(request: Request, exc: Exception) -> Response:
+    """Starlette's exception handler for :class:`ChatsvcError`."""
+    return error_response(exc)
+
+
+async def on_http_exception(request: Request, exc: Exception) -> Response:
+    """Starlette's own 404 and 405 (and those of its static files) in our shape."""
+    assert isinstance(exc, HTTPException)
+    template = _HTTP_MESSAGES.get(exc.status_code)
+    message = template.format(method=request.method, path=request.url.path) if template else exc.detail
+    body = error_body(message, "invalid_request_error", None, _CODES.get(exc.status_code))
+    return Response(json.dumps(body), exc.status_code, exc.headers, media_type="application/json")

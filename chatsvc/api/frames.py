@@ -1,0 +1,224 @@
+"""The wire shapes of answers: events of a stream, and whole bodies.
+
+Events are put together from a prebuilt head and small pieces: this runs once per token and stream. One ``data:`` line
+per event, LF line ends. Characters that some line readers take for a line end (U+0085, U+2028, U+2029) are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from chatsvc.api.errors import error_body
+from chatsvc.api.logprobs import CompletionLogprobs, TokenNames, chat_content
+from chatsvc.engine.output import Delta, FinishReason, Generation, OutputLog
+from chatsvc.scheduler.plan import SampledToken
+
+DONE = b"data: [DONE]\n\n"
+
+# "abort" is no reason OpenAI's clients know; the choice says it was cancelled in a field of its own.
+FINISH: dict[FinishReason, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "abort": "stop"}
+
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON, never NaN, no character in it that could be taken for a line end."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text if text.isascii() else text.translate(_LINE_ENDS)
+
+
+def event(value: Any) -> bytes:
+    """One event."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+def error_event(message: str, code: str = "engine_error") -> bytes:
+    """The event that ends a stream which went wrong. OpenAI's clients raise APIError on a ``data`` with ``error``."""
+    return b"event: error\n" + event(error_body(message, "server_error", None, code))
+
+
+def usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """OpenAI's usage object: every generated token counts, the end token too; a prompt counts once for all choices."""
+    prompt = sum(len(g.prompt_token_ids) for g in generations)
+    completion = sum(g.num_output_tokens for g in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(g.num_cached_tokens for g in generations)},
+    }
+
+
+class Shape(Protocol):
+    """How a kind of answer looks on the wire."""
+
+    def chunk(self, index: int, delta: Delta, log: OutputLog) -> bytes:
+        """The events of what is new in a choice; empty when nothing can be said yet."""
+        ...
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
+
+    def body(self, logs: Sequence[OutputLog], usage: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer; ``logs`` in the order of their index."""
+        ...
+
+
+def silent_end(log: OutputLog, tokens: tuple[SampledToken, ...], eos: frozenset[int]) -> int | None:
+    """Index of the last of ``tokens`` when it ended the choice and is no text (end token or stop token id)."""
+    if log.finish_reason != "stop" or not tokens or isinstance(log.stop_reason, str):
+        return None
+    last = tokens[-1].token_id
+    return len(tokens) - 1 if last in eos or log.stop_reason == last else None
+
+
+class ChatShape:
+    """chat.completion and chat.completion.chunk.
+
+    Args:
+        logprobs: None, or the number of alternatives to report.
+        usage_in_stream: chunks carry ``"usage": null`` and the last one the usage.
+    """
+
+    def __init__(
+        self,
+        completion_id: str,
+        model: str,
+        names: TokenNames,
+        eos: frozenset[int],
+        *,
+        logprobs: int | None = None,
+        usage_in_stream: bool = False,
+    ) -> None:
+        self.id = completion_id
+        self.model = model
+        self.created = int(time.time())
+        self._names = names
+        self._eos = eos
+        self._logprobs = logprobs
+        head = dumps({"id": self.id, "object": "chat.completion.chunk", "created": self.created, "model": model})[:-1]
+        self._head = f'data: {head},"choices":['
+        self._tail = '],"usage":null}\n\n' if usage_in_stream else "]}\n\n"
+        self._begun: set[int] = set()
+
+    def chunk(self, index: int, delta: Delta, log: OutputLog) -> bytes:
+        """See :class:`Shape`. The role comes just before the first news of a choice, not before work was done."""
+        logprobs = "null"
+        if self._logprobs is not None and delta.tokens:
+            logprobs = dumps({"content": self._content(log, delta.tokens), "refusal": None})
+        elif not delta.text and delta.finish_reason is None:
+            return b""  # held back: part of a character, or perhaps the start of a stop string
+        parts = []
+        if index not in self._begun:
+            self._begun.add(index)
+            parts.append(self._choice(index, '{"role":"assistant","content":""}'))
+        if delta.text or logprobs != "null":
+            parts.append(self._choice(index, f'{{"content":{dumps(delta.text)}}}', logprobs))
+        if delta.finish_reason is not None:
+            parts.append(self._choice(index, "{}", finish=delta.finish_reason))
+        return "".join(parts).encode()
+
+    def _choice(self, index: int, delta: str, logprobs: str = "null", finish: FinishReason | None = None) -> str:
+        end = "null" if finish is None else f'"{FINISH[finish]}"' + (',"cancelled":true' if finish == "abort" else "")
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{end}}}'
+        return self._head + choice + self._tail
+
+    def _content(self, log: OutputLog, tokens: tuple[SampledToken, ...]) -> list[dict[str, Any]]:
+        return chat_content(tokens, self._logprobs or 0, self._names, silent_end(log, tokens, self._eos))
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """See :class:`Shape`."""
+        return f'{self._head}],"usage":{dumps(usage)}}}\n\n'.encode()
+
+    def body(self, logs: Sequence[OutputLog], usage: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Shape`."""
+        choices = []
+        for index, log in enumerate(logs):
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": {"role": "assistant", "content": log.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": FINISH[log.finish_reason or "abort"],
+            }
+            if log.finish_reason == "abort":
+                choice["cancelled"] = True
+            if self._logprobs is not None:
+                choice["logprobs"] = {"content": self._content(log, tuple(log.tokens)), "refusal": None}
+            choices.append(choice)
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+class CompletionShape:
+    """text_completion, streamed and whole. Arguments as in :class:`ChatShape`."""
+
+    def __init__(
+        self,
+        completion_id: str,
+        model: str,
+        names: TokenNames,
+        eos: frozenset[int],
+        *,
+        logprobs: int | None = None,
+        usage_in_stream: bool = False,
+    ) -> None:
+        self.id = completion_id
+        self.model = model
+        self.created = int(time.time())
+        self._names = names
+        self._eos = eos
+        self._logprobs = logprobs
+        self._usage_in_stream = usage_in_stream
+        self._offsets: dict[int, CompletionLogprobs] = {}
+
+    def _base(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _choice(
+        self, index: int, text: str, tokens: tuple[SampledToken, ...], log: OutputLog, finish: FinishReason | None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs is not None and tokens:
+            offsets = self._offsets.get(index)
+            if offsets is None:
+                offsets = self._offsets[index] = CompletionLogprobs(self._logprobs, self._names)
+            logprobs = offsets.add(tokens, silent_end(log, tokens, self._eos))
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None if finish is None else FINISH[finish],
+        }
+        if finish == "abort":
+            choice["cancelled"] = True
+        return choice
+
+    def chunk(self, index: int, delta: Delta, log: OutputLog) -> bytes:
+        """See :class:`Shape`."""
+        if not delta.text and delta.finish_reason is None and self._logprobs is None:
+            return b""
+        value = self._base()
+        value["choices"] = [self._choice(index, delta.text, delta.tokens, log, delta.finish_reason)]
+        if self._usage_in_stream:
+            value["usage"] = None
+        return event(value)
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """See :class:`Shape`."""
+        return event({**self._base(), "choices": [], "usage": usage})
+
+    def body(self, logs: Sequence[OutputLog], usage: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Shape`."""
+        choices = [
+            self._choice(i, log.text, tuple(log.tokens), log, log.finish_reason or "abort")
+            for i, log in enumerate(logs)
+        ]
+        return {**self._base(), "choices": choices, "usage": usage}

@@ -1,0 +1,107 @@
+"""The one middleware: request ids, the last net for exceptions, one log line per request.
+
+Pure ASGI. A middleware that wraps ``receive`` or runs the app in another task (Starlette's BaseHTTPMiddleware) hides
+the client's disconnect, and then nothing stops a generation nobody reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chatsvc.api.errors import error_response
+
+log = logging.getLogger("chatsvc.api")
+access = logging.getLogger("chatsvc.access")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_KEY = "chatsvc.request"
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # probes: logged only when they fail
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """What a request's log line says. Handlers add to ``fields``; never prompt text, never keys.
+
+    Attributes:
+        id: the caller's X-Request-Id when it is sane, else a new one.
+        tenant: whose request it is ("" while there are no API keys).
+    """
+
+    id: str
+    tenant: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def request_info(request: Request) -> RequestInfo:
+    """The request's info, as the middleware made it."""
+    info: RequestInfo = request.scope[_KEY]
+    return info
+
+
+class RequestMiddleware:
+    """See the module."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        info = RequestInfo(asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}")
+        trace = headers.get("traceparent", "")
+        if _TRACEPARENT.fullmatch(trace):
+            info.fields["trace_id"] = trace.split("-")[1]
+        scope[_KEY] = info
+        started = time.perf_counter()
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(raw=message["headers"])["x-request-id"] = info.id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as exc:
+            info.fields["outcome"] = "error"
+            log.exception("request %s failed", info.id)
+            if status:
+                raise  # too late for a body; the server closes the connection
+            await error_response(exc)(scope, receive, send_with_id)
+        except BaseException:
+            info.fields["outcome"] = "cancelled"
+            raise
+        finally:
+            self._log(scope, info, status, time.perf_counter() - started)
+
+    @staticmethod
+    def _log(scope: Scope, info: RequestInfo, status: int, seconds: float) -> None:
+        if scope["path"] in QUIET and status == 200:
+            return
+        line = {
+            "event": "request",
+            "request_id": info.id,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "outcome": "ok" if status < 400 else "refused" if status < 500 else "error",
+            "seconds": round(seconds, 4),
+            **info.fields,
+        }
+        access.info("%s", json.dumps(line))

@@ -1,0 +1,116 @@
+"""From messages, text or ids to prompt token ids. Pure and blocking: callers put long ones into a thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chatsvc.api.schema import ChatMessage, ContentPart
+from chatsvc.api.services import TextCodec
+from chatsvc.errors import InvalidRequest
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content is one string, ``developer`` is ``system``.
+
+    Raises:
+        InvalidRequest: a part that is not text, or content missing where it is needed; ``param`` is its path.
+    """
+    out: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        text = _text(message, f"messages.{i}")
+        item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+        if message.name is not None:
+            item["name"] = message.name
+        if message.tool_call_id is not None:
+            item["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            item["tool_calls"] = [
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.function.name, "arguments": c.function.arguments},
+                }
+                for c in message.tool_calls
+            ]
+        out.append(item)
+    return out
+
+
+def _text(message: ChatMessage, path: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role == "assistant":  # a turn that only called tools, or said nothing
+            return ""
+        raise InvalidRequest(f"{path}.content: This field is required", param=f"{path}.content")
+    return "".join(_part(part, message.role, f"{path}.content.{j}") for j, part in enumerate(content))
+
+
+def _part(part: ContentPart, role: str, path: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and role == "assistant" and part.refusal is not None:
+        return part.refusal
+    if part.type in ("text", "refusal"):
+        raise InvalidRequest(f"{path}.{part.type}: This field is required", param=f"{path}.{part.type}")
+    raise InvalidRequest(
+        f"{path}.type: parts of type {part.type[:40]!r} are not supported, only text", param=f"{path}.type"
+    )
+
+
+def prompt_size(prompt: Any) -> int:
+    """A cheap measure of the work: characters or ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return sum(len(p) if isinstance(p, (str, list)) else 1 for p in prompt)
+    return 0
+
+
+def prompts(prompt: Any, tokenizer: TextCodec, vocab_size: int, max_prompts: int) -> list[list[int]]:
+    """The prompts of a plain completion, encoded. Text gets the begin token if the model has one; ids stay as they are.
+
+    Here the caller writes the whole prompt, control tokens included, as with other servers. User text that has to be
+    kept apart from control tokens belongs into chat messages.
+
+    Raises:
+        InvalidRequest: wrong shape, nothing in it, an id outside the vocabulary, or too many prompts.
+    """
+    if isinstance(prompt, str):
+        return [_encode(prompt, tokenizer)]
+    if not isinstance(prompt, list):
+        raise _wrong("has to be a string, a list of strings, of token ids, or of lists of token ids")
+    if not prompt:
+        raise _wrong("is empty")
+    if type(prompt[0]) is int or type(prompt[0]) is float:
+        return [_ids(prompt, vocab_size)]
+    if len(prompt) > max_prompts:
+        raise _wrong(f"holds {len(prompt)} prompts, at most {max_prompts} are allowed")
+    if all(isinstance(p, str) for p in prompt):
+        return [_encode(p, tokenizer) for p in prompt]
+    if all(isinstance(p, list) for p in prompt):
+        return [_ids(p, vocab_size) for p in prompt]
+    raise _wrong("has to be a string, a list of strings, of token ids, or of lists of token ids")
+
+
+def _encode(text: str, tokenizer: TextCodec) -> list[int]:
+    ids = tokenizer.encode(text, special=True, bos=True)
+    if not ids:
+        raise _wrong("is empty")
+    return ids
+
+
+def _ids(ids: list[Any], vocab_size: int) -> list[int]:
+    if not ids:
+        raise _wrong("is empty")
+    for token in ids:
+        if type(token) is not int:
+            raise _wrong("mixes token ids with something that is no integer")
+        if not 0 <= token < vocab_size:
+            raise _wrong(f"holds the token id {token}, outside 0..{vocab_size - 1}")
+    return ids
+
+
+def _wrong(what: str) -> InvalidRequest:
+    return InvalidRequest(f"prompt: {what}", param="prompt")

@@ -1,0 +1,137 @@
+"""What the HTTP side needs from the floors below, as narrow as it uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from chatsvc.engine.output import Generation
+from chatsvc.runtime.executor import KVCapacity
+from chatsvc.scheduler.params import SamplingParams
+from chatsvc.sessions.base import SessionStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OFFLOAD_BYTES = 20_000  # text longer than this is parsed, rendered and encoded in a thread
+
+
+class HasRegistry(Protocol):
+    """The engine's metrics: one registry per app, never the process-wide default."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
+class Engine(Protocol):
+    """The part of ``AsyncEngine`` that the API calls. Everything happens in the event loop; nothing here blocks it."""
+
+    @property
+    def capacity(self) -> KVCapacity: ...
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def metrics(self) -> HasRegistry: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def generate(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Generation: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def kv_snapshot(self) -> dict[str, Any]: ...
+
+    def kv_events(self) -> AsyncIterator[dict[str, Any]]: ...
+
+
+class TextCodec(Protocol):
+    """The part of ``Tokenizer`` that the API calls."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class Template(Protocol):
+    """The part of ``ChatTemplate`` that the API calls."""
+
+    def encode(
+        self,
+        messages: list[dict[str, Any]],
+        tokenizer: Any,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Limits of the HTTP side. Times in seconds, sizes in bytes."""
+
+    ping_interval: float = 15.0
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_n: int = 16
+    max_prompts: int = 64
+    send_timeout: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything an app is made of; built by whoever starts the server, who also starts and stops the engine.
+
+    Attributes:
+        model_name: the served model's public name.
+        template: None when the model has none; chat requests are then refused with 400.
+        store: None without sessions.
+        created: Unix time that ``/v1/models`` reports.
+    """
+
+    engine: Engine
+    tokenizer: TextCodec
+    template: Template | None
+    model_name: str
+    settings: ApiSettings = ApiSettings()
+    store: SessionStore | None = None
+    created: int = 0
+    text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+
+    async def offload(self, size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn`` here when its input is small (``size`` in bytes or characters), else in a thread.
+
+        At most two such threads at a time: big bodies wait for each other, not everybody for them.
+        """
+        if size < OFFLOAD_BYTES:
+            return fn(*args, **kwargs)
+        async with self.text_slots:
+            return await asyncio.to_thread(fn, *args, **kwargs)

@@ -1,0 +1,67 @@
+"""``/tokenize`` and ``/detokenize``, in vLLM's shape."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chatsvc.api.body import read_model
+from chatsvc.api.chat import chat_prompt, check_model, require_ready
+from chatsvc.api.frames import dumps
+from chatsvc.api.schema import DetokenizeRequest, TokenizeRequest
+from chatsvc.api.services import Services
+from chatsvc.errors import InvalidRequest
+
+
+async def tokenize(services: Services, request: Request) -> Response:
+    """``POST /tokenize``: the very ids that a completion (``prompt``) or a chat (``messages``) would use."""
+    body = await read_model(request, services, TokenizeRequest)
+    check_model(body.model, services)
+    require_ready(services)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt: exactly one of prompt and messages is needed", param="prompt")
+    if body.messages is not None:
+        ids = await chat_prompt(
+            services,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+    else:
+        text = body.prompt or ""
+        bos = body.add_special_tokens is not False
+        ids = await services.offload(len(text), services.tokenizer.encode, text, special=True, bos=bos)
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": services.engine.limit}
+    return Response(await services.offload(len(ids), dumps, answer), media_type="application/json")
+
+
+async def detokenize(services: Services, request: Request) -> Response:
+    """``POST /detokenize``: text of token ids, special tokens written out."""
+    body = await read_model(request, services, DetokenizeRequest)
+    check_model(body.model, services)
+    vocab_size = services.tokenizer.vocab_size
+
+    def decode() -> str:
+        for token in body.tokens:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(f"tokens: {token} is outside 0..{vocab_size - 1}", param="tokens")
+        return services.tokenizer.decode(body.tokens, skip_special=False)
+
+    text = await services.offload(len(body.tokens), decode)
+    return Response(dumps({"prompt": text}), media_type="application/json")
+
+
+def routes(services: Services) -> list[Route]:
+    """The routes of this module."""
+
+    async def tokenize_endpoint(request: Request) -> Response:
+        return await tokenize(services, request)
+
+    async def detokenize_endpoint(request: Request) -> Response:
+        return await detokenize(services, request)
+
+    return [
+        Route("/tokenize", tokenize_endpoint, methods=["POST"]),
+        Route("/detokenize", detokenize_endpoint, methods=["POST"]),
+    ]
