@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -71,10 +72,11 @@ class SessionStore(Protocol):
 
     async def delete(self, tenant: str, session_id: str) -> bool: ...
 
-    async def append(self, tenant: str, session_id: str, messages: list[Message]) -> None:
-        """Append atomically: all of them or none; two at once never interleave or lose a message.
+    async def append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        """Append atomically: all of them or none; two at once never interleave or lose a message. A message whose id
+        is already there is skipped, so a retry adds nothing twice.
 
-        Raises: NotFound.
+        Raises: NotFound; InvalidRequest when the session is full (see ``codec.MAX_SESSION_BYTES``).
         """
         ...
 

@@ -1,0 +1,59 @@
+"""Runs store operations so that neither a caller who leaves nor a store that hangs can do harm.
+
+A command that is cut off in the middle is the start of the worst faults: a reply left on the wire is read by the next
+caller, a connection is lost to the pool, a transaction stays open. So the caller's cancellation never reaches the
+operation: it runs in a task of its own to its end (its own time-outs bound it), and only the waiting is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from chatsvc.errors import StoreError
+
+T = TypeVar("T")
+
+
+class Guard:
+    """Owns the operations under way of one store.
+
+    Args:
+        what: the store's name in messages ("Redis").
+        deadline: seconds after which the caller gets StoreError; the operation itself may still end later.
+        errors: the driver's exceptions, which become StoreError.
+    """
+
+    def __init__(self, what: str, deadline: float, errors: tuple[type[Exception], ...]) -> None:
+        self._what = what
+        self._deadline = deadline
+        self._errors = errors
+        self._tasks: set[asyncio.Future[object]] = set()
+
+    async def run(self, operation: Awaitable[T]) -> T:
+        """The operation's result. Raises StoreError for the driver's errors and past the deadline."""
+        task: asyncio.Future[T] = asyncio.ensure_future(operation)
+        self._tasks.add(task)  # type: ignore[arg-type]
+        task.add_done_callback(self._ended)
+        done, _ = await asyncio.wait({task}, timeout=self._deadline)
+        if not done:
+            raise StoreError(f"{self._what} did not answer within {self._deadline:g} s.")
+        if task.cancelled():
+            raise StoreError(f"The {self._what} session store is being closed.")
+        try:
+            return task.result()
+        except self._errors as error:
+            raise StoreError(f"{self._what} cannot answer: {type(error).__name__}: {error}") from error
+
+    def _ended(self, task: asyncio.Future[T]) -> None:
+        self._tasks.discard(task)  # type: ignore[arg-type]
+        if not task.cancelled():
+            task.exception()  # the caller may be gone; mark it as seen
+
+    async def drain(self) -> None:
+        """Waits for what is under way, at most the deadline; cancels the rest."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=self._deadline)
+            for task in late:
+                task.cancel()

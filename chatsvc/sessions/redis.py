@@ -1,0 +1,338 @@
+"""Sessions in Redis: shared by several server processes, and kept when one of them goes.
+
+Keys (``{...}`` is the hash tag: all keys of a session live in one cluster slot; every key has a time to live):
+
+- ``chatsvc:{<session>}:meta``, ``chatsvc:{<session>}:msgs``: see :mod:`chatsvc.sessions.redis_scripts`.
+- ``chatsvc:{tenant-<digest>}:sessions``: sorted set of a tenant's session ids by last change. A hint for listing only:
+  what it names is looked up and checked, and names of expired sessions are dropped on the way.
+- ``chatsvc:{running}``: hash ``<session>:<message>`` -> ``<instance>:<tenant>`` of turns under way.
+- ``chatsvc:{instance-<id>}:alive``: a server process is alive. When it expires, its running turns count as
+  interrupted, whoever reads them; so a starting process never interrupts the turns of its living neighbours.
+
+Every operation runs to its end in a task of its own (:class:`~chatsvc.sessions.guard.Guard`), so a caller who leaves
+cannot leave a reply on the wire. Commands are retried by redis-py after a lost connection; all of them are idempotent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff  # type: ignore[attr-defined]
+from redis.exceptions import RedisError
+
+from chatsvc.errors import ConfigError, Conflict, NotFound
+from chatsvc.sessions import redis_scripts as scripts
+from chatsvc.sessions.base import Message, Session
+from chatsvc.sessions.codec import MAX_SESSION_BYTES, MAX_SESSION_MESSAGES, decode, encode, is_id, session_full
+from chatsvc.sessions.guard import Guard
+
+Sessions = list[Session]
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 16
+CONNECT_TIMEOUT = 1.0
+COMMAND_TIMEOUT = 2.0
+RETRIES = 2
+DEADLINE = 5.0
+LEASE = 15.0
+HEARTBEAT = 5.0
+
+_RUNNING = "chatsvc:{running}"
+
+
+class RedisStore:
+    """Args:
+    url: as redis-py reads it. Raises ConfigError when it cannot; an unreachable server is no error here nor in
+        ``open()``: the service starts, session calls raise StoreError, and all heals when the server comes.
+    ttl: seconds of life after the last read or write.
+    clock: Unix time in seconds.
+    """
+
+    def __init__(self, url: str, ttl: float, clock: Callable[[], float] = time.time) -> None:
+        try:
+            self._pool: Any = aioredis.BlockingConnectionPool.from_url(
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=COMMAND_TIMEOUT,
+                socket_connect_timeout=CONNECT_TIMEOUT,
+                socket_timeout=COMMAND_TIMEOUT,
+                retry=Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.05), RETRIES),
+                health_check_interval=15,
+                decode_responses=True,
+                protocol=2,
+                client_name="chatsvc",
+            )
+        except (ValueError, TypeError, RedisError):
+            raise ConfigError("--session-store holds a Redis URL that cannot be read.") from None
+        self._client: Any = aioredis.Redis.from_pool(self._pool)  # type: ignore[attr-defined]
+        self._ttl_ms = max(1, int(ttl * 1000))
+        self._clock = clock
+        self._guard = Guard("Redis", DEADLINE, (RedisError, OSError, asyncio.TimeoutError))
+        self._instance = secrets.token_hex(8)
+        self._alive_key = f"chatsvc:{{instance-{self._instance}}}:alive"
+        self._heart: asyncio.Task[None] | None = None
+        self._create_script = self._client.register_script(scripts.CREATE)
+        self._get_script = self._client.register_script(scripts.GET)
+        self._patch_script = self._client.register_script(scripts.PATCH)
+        self._delete_script = self._client.register_script(scripts.DELETE)
+        self._append_script = self._client.register_script(scripts.APPEND)
+        self._update_script = self._client.register_script(scripts.UPDATE)
+
+    async def open(self) -> None:
+        try:
+            await self._guard.run(self._beat())
+        except Exception as error:
+            log.warning("Redis is not there yet; session calls answer 503 until it is (%s)", error)
+        self._heart = asyncio.create_task(self._heartbeat())
+
+    async def close(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.gather(self._heart, return_exceptions=True)
+            self._heart = None
+            await self._guard.drain()
+            try:
+                await asyncio.wait_for(self._client.delete(self._alive_key), DEADLINE)
+            except (TimeoutError, RedisError, OSError):
+                pass  # the lease ends by itself
+        await self._client.aclose()
+        await self._pool.aclose()
+
+    async def ping(self) -> None:
+        await self._guard.run(self._client.ping())
+
+    async def create(self, session: Session) -> None:
+        await self._guard.run(self._create(session))
+
+    async def get(self, tenant: str, session_id: str) -> Session | None:
+        return await self._guard.run(self._get(tenant, session_id))
+
+    async def list(self, tenant: str, limit: int = 50) -> list[Session]:
+        return await self._guard.run(self._list(tenant, limit))
+
+    async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None:
+        return await self._guard.run(self._patch(tenant, session_id, title, system))
+
+    async def delete(self, tenant: str, session_id: str) -> bool:
+        return await self._guard.run(self._delete(tenant, session_id))
+
+    async def append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        await self._guard.run(self._append(tenant, session_id, messages))
+
+    async def update_message(self, tenant: str, session_id: str, message: Message) -> None:
+        await self._guard.run(self._update(tenant, session_id, message))
+
+    async def interrupt_running(self) -> int:
+        return await self._guard.run(self._interrupt_running())
+
+    # One coroutine per operation; they run inside the guard.
+
+    async def _create(self, session: Session) -> None:
+        if not is_id(session.id):
+            raise Conflict("This cannot be the id of a session.")
+        reply = await self._call(
+            self._create_script, session.tenant, session.id,
+            secrets.token_hex(8), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, session.title, session.system,
+            repr(session.created_at), repr(session.updated_at), *self._encoded(session.messages),
+        )  # fmt: skip
+        if reply == 0:
+            raise Conflict("There is already a session with this id.")
+        _check(reply)
+        await self._index(session.tenant, session.id, session.updated_at)
+        await self._prune(session.tenant)
+
+    async def _get(self, tenant: str, session_id: str) -> Session | None:
+        return await self._session(tenant, session_id, self._get_script)
+
+    async def _patch(self, tenant: str, session_id: str, title: str | None, system: str | None) -> Session | None:
+        fields = [x for k, v in (("title", title), ("system", system)) if v is not None for x in (k, v)]
+        now = self._clock()
+        if fields:
+            fields += ["updated_at", repr(now)]
+        session = await self._session(tenant, session_id, self._patch_script, *fields)
+        if session is not None and fields:
+            await self._index(tenant, session_id, now)
+        return session
+
+    async def _delete(self, tenant: str, session_id: str) -> bool:
+        if await self._call(self._delete_script, tenant, session_id) == scripts.NO_SESSION:
+            return False
+        await self._client.zrem(_index_key(tenant), session_id)
+        return True
+
+    async def _append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        running = [m.id for m in messages if m.status == "running"]
+        if running and is_id(session_id):  # first the note, then the turn: never a running turn that nobody would end
+            notes = {f"{session_id}:{mid}": f"{self._instance}:{tenant}" for mid in running}
+            await self._client.hset(_RUNNING, mapping=notes)
+            await self._client.pexpire(_RUNNING, self._ttl_ms)
+        now = self._clock()
+        reply = await self._call(
+            self._append_script, tenant, session_id,
+            repr(now), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, *self._encoded(messages),
+        )  # fmt: skip
+        if reply != 1 and running and is_id(session_id):
+            await self._client.hdel(_RUNNING, *(f"{session_id}:{mid}" for mid in running))
+        _check(reply)
+        await self._index(tenant, session_id, now)
+
+    async def _update(self, tenant: str, session_id: str, message: Message) -> None:
+        now = self._clock()
+        _check(
+            await self._call(
+                self._update_script, tenant, session_id, repr(now), message.id, self._encode(message), ""
+            )
+        )  # fmt: skip
+        if message.status != "running":
+            await self._client.hdel(_RUNNING, f"{session_id}:{message.id}")
+        await self._index(tenant, session_id, now)
+
+    async def _list(self, tenant: str, limit: int) -> Sessions:
+        key, found, at = _index_key(tenant), Sessions(), 0
+        while len(found) < limit:
+            ids = await self._client.zrevrange(key, at, at + limit - 1)
+            if not ids:
+                break
+            gone = []
+            async with self._client.pipeline(transaction=False) as pipe:
+                for session_id in ids:
+                    pipe.hgetall(_meta_key(session_id))
+                for session_id, meta in zip(ids, await pipe.execute()):
+                    if meta.get("tenant") == tenant:
+                        found.append(_session(session_id, meta))
+                    else:
+                        gone.append(session_id)
+            if gone:
+                await self._client.zrem(key, *gone)
+            at += len(ids) - len(gone)
+        found.sort(key=lambda s: (s.updated_at, s.id), reverse=True)
+        return found[:limit]
+
+    async def _session(self, tenant: str, session_id: str, script: Any, *args: str) -> Session | None:
+        reply = await self._call(script, tenant, session_id, *args)
+        if reply == scripts.NO_SESSION:
+            return None
+        flat, values = reply
+        session = _session(session_id, dict(zip(flat[::2], flat[1::2])))
+        numbered = []
+        for value in values:
+            seq, _, body = value.partition(":")
+            message = decode(body)
+            if message.status == "running":
+                message = await self._judge(tenant, session_id, value, message)
+            numbered.append((int(seq), message))
+        session.messages = [m for _, m in sorted(numbered, key=lambda pair: pair[0])]
+        await self._client.pexpire(_index_key(tenant), self._ttl_ms)
+        return session
+
+    async def _judge(self, tenant: str, session_id: str, value: str, message: Message) -> Message:
+        """A turn still marked running: interrupted when the process that ran it is gone."""
+        owner = json.loads(value.partition(":")[2])["owner"]
+        if owner == self._instance or await self._client.exists(f"chatsvc:{{instance-{owner}}}:alive"):
+            return message
+        await self._interrupt(tenant, session_id, value, message)
+        return replace(message, status="interrupted")
+
+    async def _interrupt(self, tenant: str, session_id: str, value: str, message: Message) -> bool:
+        body = self._encode(replace(message, status="interrupted"))
+        reply = await self._call(self._update_script, tenant, session_id, "", message.id, body, value)
+        await self._client.hdel(_RUNNING, f"{session_id}:{message.id}")
+        return cast(bool, reply == 1)
+
+    async def _interrupt_running(self) -> int:
+        count = 0
+        for name, note in (await self._client.hgetall(_RUNNING)).items():
+            session_id, _, message_id = name.partition(":")
+            owner, _, tenant = note.partition(":")
+            if owner != self._instance and await self._client.exists(f"chatsvc:{{instance-{owner}}}:alive"):
+                continue
+            value = await self._client.hget(_messages_key(session_id), message_id)
+            message = None if value is None else decode(value.partition(":")[2])
+            if message is None or message.status != "running":
+                await self._client.hdel(_RUNNING, name)
+            elif await self._interrupt(tenant, session_id, value, message):
+                count += 1
+        return count
+
+    async def _call(self, script: Any, tenant: str, session_id: str, *args: object) -> Any:
+        if not is_id(session_id):
+            return scripts.NO_SESSION
+        return await script(keys=[_meta_key(session_id), _messages_key(session_id)], args=[tenant, self._ttl_ms, *args])
+
+    async def _index(self, tenant: str, session_id: str, updated_at: float) -> None:
+        key = _index_key(tenant)
+        await self._client.zadd(key, {session_id: updated_at})
+        await self._client.pexpire(key, self._ttl_ms)
+
+    async def _prune(self, tenant: str) -> None:
+        """Drops a few names of expired sessions, so that the index of a busy tenant follows the living ones."""
+        key = _index_key(tenant)
+        some = await self._client.zrandmember(key, 8) or []
+        async with self._client.pipeline(transaction=False) as pipe:
+            for session_id in some:
+                pipe.exists(_meta_key(session_id))
+            gone = [s for s, there in zip(some, await pipe.execute()) if not there]
+        if gone:
+            await self._client.zrem(key, *gone)
+
+    def _encode(self, message: Message) -> str:
+        text = encode(message)
+        if message.status == "running":  # remember who runs it
+            text = f'{text[:-1]},"owner":"{self._instance}"}}'
+        return text
+
+    def _encoded(self, messages: Sequence[Message]) -> Sequence[str]:
+        return [x for m in messages for x in (m.id, self._encode(m))]
+
+    async def _beat(self) -> None:
+        await self._client.set(self._alive_key, "1", px=int(LEASE * 1000))
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            try:
+                await self._guard.run(self._beat())
+            except Exception as error:
+                log.warning("Redis does not answer: %s", error)
+
+
+def _meta_key(session_id: str) -> str:
+    return f"chatsvc:{{{session_id}}}:meta"
+
+
+def _messages_key(session_id: str) -> str:
+    return f"chatsvc:{{{session_id}}}:msgs"
+
+
+def _index_key(tenant: str) -> str:
+    return f"chatsvc:{{tenant-{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}}}:sessions"
+
+
+def _session(session_id: str, meta: dict[str, str]) -> Session:
+    return Session(
+        id=session_id,
+        tenant=meta["tenant"],
+        title=meta["title"],
+        system=meta["system"],
+        created_at=float(meta["created_at"]),
+        updated_at=float(meta["updated_at"]),
+    )
+
+
+def _check(reply: int) -> None:
+    if reply == scripts.NO_SESSION:
+        raise NotFound("There is no such session.")
+    if reply == scripts.NO_MESSAGE:
+        raise NotFound("There is no such message.")
+    if reply == scripts.FULL:
+        raise session_full()

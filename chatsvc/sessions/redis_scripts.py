@@ -1,0 +1,98 @@
+"""The Lua scripts of the Redis store. Each touches the keys of one session only and checks the tenant first.
+
+Keys of every script: 1 = the session's hash (tenant, title, system, created_at, updated_at, size), 2 = its messages
+(hash of message id -> "<seq>:<json>"). First two arguments: tenant, life in milliseconds. Every script that finds the
+session extends the life of both keys. Commands of Redis 6.2.
+"""
+
+from __future__ import annotations
+
+NO_SESSION = -1
+NO_MESSAGE = -2
+FULL = -3
+
+_FIND = """
+if redis.call('HGET', KEYS[1], 'tenant') ~= ARGV[1] then return -1 end
+"""
+
+_EXTEND = """
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+"""
+
+_INSERT = """
+local count = redis.call('HLEN', KEYS[2])
+local size = tonumber(redis.call('HGET', KEYS[1], 'size') or '0')
+local fresh = {}
+for i = first, #ARGV, 2 do
+  if redis.call('HEXISTS', KEYS[2], ARGV[i]) == 0 then
+    fresh[#fresh + 1] = i
+    size = size + #ARGV[i + 1]
+  end
+end
+if count + #fresh > max_messages or size > max_size then return -3 end
+for _, i in ipairs(fresh) do
+  redis.call('HSET', KEYS[2], ARGV[i], string.format('%d:', count) .. ARGV[i + 1])
+  count = count + 1
+end
+redis.call('HSET', KEYS[1], 'size', string.format('%d', size))
+"""
+
+CREATE = (
+    """
+local known = redis.call('HGET', KEYS[1], 'nonce')
+if known then return known == ARGV[3] and 1 or 0 end
+local first, max_messages, max_size = 10, tonumber(ARGV[4]), tonumber(ARGV[5])
+"""
+    + _INSERT
+    + """
+redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'nonce', ARGV[3], 'title', ARGV[6], 'system', ARGV[7],
+           'created_at', ARGV[8], 'updated_at', ARGV[9])
+"""
+    + _EXTEND
+    + "return 1"
+)
+"""Arguments 3..: nonce of this call, limits (messages, bytes), title, system, created_at, updated_at, then id and JSON
+of each message. 1: made (a retry after a lost reply included), 0: the id is taken."""
+
+GET = _FIND + _EXTEND + "return {redis.call('HGETALL', KEYS[1]), redis.call('HVALS', KEYS[2])}"
+
+PATCH = (
+    _FIND
+    + """
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+"""
+    + _EXTEND
+    + "return {redis.call('HGETALL', KEYS[1]), redis.call('HVALS', KEYS[2])}"
+)
+"""Arguments 3..: field and value, as many as there are."""
+
+DELETE = _FIND + "redis.call('DEL', KEYS[1], KEYS[2]) return 1"
+
+APPEND = (
+    _FIND
+    + "local first, max_messages, max_size = 6, tonumber(ARGV[4]), tonumber(ARGV[5])"
+    + _INSERT
+    + "redis.call('HSET', KEYS[1], 'updated_at', ARGV[3])"
+    + _EXTEND
+    + "return 1"
+)
+"""Arguments 3..: updated_at, limits (messages, bytes), then id and JSON of each message. A message whose id is already
+there is skipped, so a retry after a lost reply adds nothing twice."""
+
+UPDATE = (
+    _FIND
+    + """
+local old = redis.call('HGET', KEYS[2], ARGV[4])
+if not old then return -2 end
+if ARGV[6] ~= '' and old ~= ARGV[6] then return 0 end
+local seq = string.match(old, '^%d+:')
+redis.call('HSET', KEYS[2], ARGV[4], seq .. ARGV[5])
+redis.call('HINCRBY', KEYS[1], 'size', #ARGV[5] + #seq - #old)
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'updated_at', ARGV[3]) end
+"""
+    + _EXTEND
+    + "return 1"
+)
+"""Arguments 3..: updated_at (or empty: leave it), message id, new JSON, and the stored value that must still be there
+(empty: whatever it is). 0: it was not."""

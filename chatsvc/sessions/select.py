@@ -1,0 +1,46 @@
+"""A session store by its URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chatsvc.errors import ConfigError
+from chatsvc.sessions.base import SessionStore
+from chatsvc.sessions.memory import MemoryStore
+from chatsvc.sessions.redis import RedisStore
+from chatsvc.sessions.sqlite import SqliteStore
+
+_FORMS = (
+    "memory://, sqlite:///relative/path, sqlite:////absolute/path, redis://host:port/db, rediss://... or unix://path"
+)
+
+
+def open_store(url: str, ttl: float) -> SessionStore:
+    """The store that a URL names; call its ``open()`` before use.
+
+    Args:
+        url: ``memory://``; ``sqlite:///relative/path`` or ``sqlite:////absolute/path`` (``~`` is the home folder);
+            ``redis://``, ``rediss://`` and ``unix://`` as redis-py reads them. Never repeated in messages, since it may
+            hold a password.
+        ttl: seconds that a session lives after its last read or write.
+
+    Raises: ConfigError.
+    """
+    if ttl <= 0:
+        raise ConfigError(f"--session-ttl must be more than 0 seconds, not {ttl:g}.")
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise ConfigError(f"--session-store wants a URL: {_FORMS}.")
+    if scheme == "memory":
+        return MemoryStore(ttl)
+    if scheme == "sqlite":
+        path = rest.removeprefix("/")
+        if not rest.startswith("/") or path in ("", "/", ":memory:"):
+            raise ConfigError(
+                "--session-store sqlite:// needs a file: sqlite:///relative/path or sqlite:////absolute/path "
+                "(memory:// keeps sessions in memory)."
+            )
+        return SqliteStore(Path(path).expanduser(), ttl)
+    if scheme in ("redis", "rediss", "unix"):
+        return RedisStore(url, ttl)
+    raise ConfigError(f"--session-store does not know {scheme}://; it takes {_FORMS}.")
