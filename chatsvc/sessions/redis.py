@@ -140,6 +140,7 @@ class RedisStore:
     async def _create(self, session: Session) -> None:
         if not is_id(session.id):
             raise Conflict("This cannot be the id of a session.")
+        await self._note_running(session.tenant, session.id, session.messages)
         reply = await self._call(
             self._create_script, session.tenant, session.id,
             secrets.token_hex(8), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, session.title, session.system,
@@ -171,31 +172,35 @@ class RedisStore:
         return True
 
     async def _append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
-        running = [m.id for m in messages if m.status == "running"]
-        if running and is_id(session_id):  # first the note, then the turn: never a running turn that nobody would end
-            notes = {f"{session_id}:{mid}": f"{self._instance}:{tenant}" for mid in running}
-            await self._client.hset(_RUNNING, mapping=notes)
-            await self._client.pexpire(_RUNNING, self._ttl_ms)
+        noted = await self._note_running(tenant, session_id, messages)
         now = self._clock()
         reply = await self._call(
             self._append_script, tenant, session_id,
             repr(now), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, *self._encoded(messages),
         )  # fmt: skip
-        if reply != 1 and running and is_id(session_id):
-            await self._client.hdel(_RUNNING, *(f"{session_id}:{mid}" for mid in running))
+        if reply != 1 and noted:
+            await self._client.hdel(_RUNNING, *noted)
         _check(reply)
         await self._index(tenant, session_id, now)
 
     async def _update(self, tenant: str, session_id: str, message: Message) -> None:
-        now = self._clock()
-        _check(
-            await self._call(
-                self._update_script, tenant, session_id, repr(now), message.id, self._encode(message), ""
-            )
-        )  # fmt: skip
-        if message.status != "running":
+        noted = await self._note_running(tenant, session_id, [message])
+        now, body = self._clock(), self._encode(message)
+        reply = await self._call(self._update_script, tenant, session_id, repr(now), message.id, body, "")
+        if is_id(session_id) and (message.status != "running" or (reply != 1 and noted)):
             await self._client.hdel(_RUNNING, f"{session_id}:{message.id}")
+        _check(reply)
         await self._index(tenant, session_id, now)
+
+    async def _note_running(self, tenant: str, session_id: str, messages: Sequence[Message]) -> Sequence[str]:
+        """First the note, then the turn: never a running turn that nobody would end. Returns the notes' names."""
+        if not is_id(session_id):
+            return []
+        names = [f"{session_id}:{m.id}" for m in messages if m.status == "running"]
+        if names:
+            await self._client.hset(_RUNNING, mapping=dict.fromkeys(names, f"{self._instance}:{tenant}"))
+            await self._client.pexpire(_RUNNING, self._ttl_ms)
+        return names
 
     async def _list(self, tenant: str, limit: int) -> Sessions:
         key, found, at = _index_key(tenant), Sessions(), 0

@@ -148,10 +148,8 @@ async def test_running_messages_become_interrupted(store: SessionStore) -> None:
     assert await store.interrupt_running() == 0
     got = await store.get("t", s.id)
     assert got is not None
-    assert [(m.status, m.content, m.token_ids) for m in got.messages] == [
-        ("interrupted", "half", [5]),
-        ("done", "whole", []),
-    ]
+    seen = [(m.status, m.content, m.token_ids) for m in got.messages]
+    assert seen == [("interrupted", "half", [5]), ("done", "whole", [])]
 
 
 async def test_a_session_is_bounded(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ async def main():
     await store.open()
     await store.create(Session("s", "t", "title", "", 1.0, 1.0))
     for i in range(100000):
-        await store.append("t", "s", [Message(f"u{i}", None, "user", str(i)), Message(f"a{i}", None, "assistant", "", "running")])
+        answer = Message(f"a{i}", None, "assistant", "", "running")
+        await store.append("t", "s", [Message(f"u{i}", None, "user", str(i)), answer])
         print(i, flush=True)
 
 asyncio.run(main())
