@@ -45,7 +45,7 @@ def build(
     poison: float = float("nan"),
     device: str = "cpu",
 ) -> Case:
-    """Every slot that no sequence owns holds ``poison``, in all layers; block ids are shuffled, the highest is in use."""
+    """Every slot that no sequence owns holds ``poison``, in all layers; ids are shuffled, the highest is in use."""
     gen = torch.Generator().manual_seed(seed)
     needed = [-(-s.length // block_size) for s in shapes]
     total = sum(needed) + 3

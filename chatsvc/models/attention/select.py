@@ -47,8 +47,8 @@ def _triton_backend(device: torch.device) -> AttentionBackend:
         )
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"--attention-backend triton: the model is on {device.type} and Triton compiles for GPUs; use torch, or set "
-            "TRITON_INTERPRET=1 before the start to run the kernels in Triton's (very slow) interpreter"
+            f"--attention-backend triton: the model is on {device.type} and Triton compiles for GPUs; use torch, or "
+            "set TRITON_INTERPRET=1 before the start to run the kernels in Triton's (very slow) interpreter"
         )
     from chatsvc.models.attention.triton_backend import TritonBackend  # noqa: PLC0415  triton is optional
 
