@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatsvc.api.frames import DONE, Shape, dumps, error_event, usage
+from chatsvc.api.frames import DONE, Shape, dumps_in_slices, error_event, usage
 from chatsvc.api.middleware import RequestInfo
-from chatsvc.api.services import ApiSettings
+from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
 from chatsvc.engine.output import Delta, Generation, OutputLog
-from chatsvc.errors import EngineError, Overloaded
+from chatsvc.errors import ChatsvcError, EngineError, Overloaded
 
 log = logging.getLogger("chatsvc.api")
 
@@ -29,14 +29,14 @@ class Answer:
     generations: Sequence[Generation]
     shape: Shape
     info: RequestInfo
-    settings: ApiSettings
+    services: Services
 
     def stream(self, *, include_usage: bool) -> Response:
         """Server-sent events."""
         return EventStream(
             self.events(include_usage=include_usage),
-            ping=self.settings.ping_interval,
-            send_timeout=self.settings.send_timeout,
+            ping=self.services.settings.ping_interval,
+            send_timeout=self.services.settings.send_timeout,
             on_close=self.close,
         )
 
@@ -47,14 +47,14 @@ class Answer:
                 async for position, news in items:
                     if frame := self._frame(position, news):
                         yield frame
-        except EngineError as exc:
+        except ChatsvcError as exc:
             self.info.fields["outcome"] = "error"
-            yield error_event(str(exc))
+            yield error_event(exc)
             return
-        except Exception:
+        except Exception as exc:
             self.info.fields["outcome"] = "error"
             log.exception("stream of request %s failed", self.info.id)
-            yield error_event("The server had an internal error", "internal_error")
+            yield error_event(exc)
             return
         yield (self.shape.usage_chunk(usage(self.generations)) if include_usage else b"") + DONE
 
@@ -64,7 +64,7 @@ class Answer:
         out = []
         for delta in news:
             if delta.finish_reason == "error":
-                raise EngineError(delta.error or "The generation failed")
+                raise failure(generation.logs[delta.index])
             out.append(self.shape.chunk(first + delta.index, delta, generation.logs[delta.index]))
         return b"".join(out)
 
@@ -72,28 +72,28 @@ class Answer:
         """One JSON body.
 
         Raises:
-            EngineError: a choice failed.
-            Overloaded: it failed before it ever ran.
+            EngineError, Overloaded: a choice failed; Overloaded when the server, not the choice, was the reason.
         """
         try:
             if await self._wait(request):
                 logs = self._logs()
-                return Response(dumps(self.shape.body(logs, usage(self.generations))), media_type="application/json")
+                tokens = sum(len(choice.tokens) for choice in logs)
+                detailed = any(choice.tokens and choice.tokens[0].logprob is not None for choice in logs)
+                size = tokens * (100 if detailed else 4)
+                return Response(await self.services.offload(size, self._body, logs), media_type="application/json")
             self.info.fields["outcome"] = "client_gone"
             return Response(status_code=CLIENT_GONE)
         finally:
             self.close()
 
+    def _body(self, logs: list[OutputLog]) -> str:
+        return dumps_in_slices(self.shape.body(logs, usage(self.generations)))
+
     def _logs(self) -> list[OutputLog]:
-        logs = []
-        for generation in self.generations:
-            for choice in generation.logs:
-                if choice.finish_reason == "error":
-                    message = choice.error or "The generation failed"
-                    if generation.timings.scheduled is None:  # it waited too long, or the server is going down
-                        raise Overloaded(message, status=503)
-                    raise EngineError(message)
-                logs.append(choice)
+        logs = [choice for generation in self.generations for choice in generation.logs]
+        for choice in logs:
+            if choice.finish_reason == "error":
+                raise failure(choice)
         return logs
 
     async def _wait(self, request: Request) -> bool:
@@ -135,6 +135,12 @@ class Answer:
             fields["queue_seconds"] = round(timings.scheduled - timings.arrival, 4)
         if timings.first_token is not None:
             fields["first_token_seconds"] = round(timings.first_token - timings.arrival, 4)
+
+
+def failure(choice: OutputLog) -> ChatsvcError:
+    """Why a choice failed, as the exception that has the right HTTP status."""
+    message = choice.error or "The generation failed"
+    return Overloaded(message, retry_after=5, status=503) if choice.error_status == 503 else EngineError(message)
 
 
 async def client_gone(request: Request) -> None:

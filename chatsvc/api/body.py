@@ -15,6 +15,7 @@ from chatsvc.errors import InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)
 
+MANY_VALUES = 100_000
 DRAIN_BYTES = 64 * 1024 * 1024
 DRAIN_SECONDS = 5.0
 
@@ -29,6 +30,7 @@ async def read_model(request: Request, services: Services, model: type[M]) -> M:
     """
     check_content_type(request)
     raw = await read_body(request, services.settings.max_body_bytes)
+    check_values(raw, MANY_VALUES + 8 * services.engine.limit)
     return await services.offload(len(raw), parse, raw, model)
 
 
@@ -42,6 +44,17 @@ def check_content_type(request: Request) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnsupportedMediaType(f"The content encoding {coding} is not supported")
+
+
+def check_values(raw: bytes, limit: int) -> None:
+    """Bound the number of JSON values: the parser makes an object of each while nothing else in the process runs.
+
+    Counts separators, those inside strings too: a text with so many of them is far too long for the context anyway.
+
+    Raises: PayloadTooLarge.
+    """
+    if len(raw) > limit and raw.count(b",") + raw.count(b"{") + raw.count(b"[") > limit:
+        raise PayloadTooLarge(f"The body has more than {limit} JSON values")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -14,8 +14,8 @@ from chatsvc.api.body import read_model
 from chatsvc.api.frames import ChatShape
 from chatsvc.api.logprobs import TokenNames
 from chatsvc.api.middleware import request_info
-from chatsvc.api.prompt import template_messages
-from chatsvc.api.sampling import choices, room_for, sampling_params
+from chatsvc.api.prompt import render, template_messages
+from chatsvc.api.sampling import choices, refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import ChatMessage, ChatRequest, GenerateFields
 from chatsvc.api.services import Services
 from chatsvc.api.unsupported import refuse_unsupported
@@ -88,9 +88,12 @@ async def chat_prompt(
             "continue_final_message: the last message has to be an assistant's", param="continue_final_message"
         )
     plain = template_messages(messages)
+    characters = sum(len(m["content"].strip()) for m in plain)
+    refuse_hopeless(characters, services.longest_token, services.engine.limit, "messages")
     return await services.offload(
-        sum(len(m["content"]) + 32 for m in plain),
-        services.template.encode,
+        characters + 100 * len(plain),
+        render,
+        services.template,
         plain,
         services.tokenizer,
         add_generation_prompt=not going_on if add_generation_prompt is None else add_generation_prompt,
@@ -100,12 +103,12 @@ async def chat_prompt(
 
 async def create(services: Services, request: Request) -> Response:
     """``POST /v1/chat/completions``."""
+    require_ready(services)
     body = await read_model(request, services, ChatRequest)
     check_common(body, services)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    require_ready(services)
     ids = await chat_prompt(
         services,
         body.messages,
@@ -147,7 +150,7 @@ async def create(services: Services, request: Request) -> Response:
         logprobs=logprobs,
         usage_in_stream=include_usage(body),
     )
-    answer = Answer([generation], shape, info, services.settings)
+    answer = Answer([generation], shape, info, services)
     return answer.stream(include_usage=include_usage(body)) if body.stream else await answer.whole(request)
 
 

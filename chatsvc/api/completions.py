@@ -15,7 +15,7 @@ from chatsvc.api.frames import CompletionShape
 from chatsvc.api.logprobs import TokenNames
 from chatsvc.api.middleware import request_info
 from chatsvc.api.prompt import prompt_size, prompts
-from chatsvc.api.sampling import random_seed, room_for, sampling_params
+from chatsvc.api.sampling import random_seed, refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import CompletionRequest
 from chatsvc.api.services import Services
 from chatsvc.engine.output import Generation
@@ -24,11 +24,14 @@ from chatsvc.errors import InvalidRequest
 
 async def create(services: Services, request: Request) -> Response:
     """``POST /v1/completions``."""
+    require_ready(services)
     body = await read_model(request, services, CompletionRequest)
     n = check_common(body, services)
-    require_ready(services)
     engine, settings = services.engine, services.settings
     vocab_size = engine.capacity.vocab_size
+    for text in [body.prompt] if isinstance(body.prompt, str) else body.prompt if isinstance(body.prompt, list) else []:
+        if isinstance(text, str):
+            refuse_hopeless(len(text), services.longest_token, engine.limit, "prompt")
     encoded = await services.offload(
         prompt_size(body.prompt), prompts, body.prompt, services.tokenizer, vocab_size, settings.max_prompts
     )
@@ -74,7 +77,7 @@ async def create(services: Services, request: Request) -> Response:
         logprobs=body.logprobs,
         usage_in_stream=include_usage(body),
     )
-    answer = Answer(generations, shape, info, settings)
+    answer = Answer(generations, shape, info, services)
     return answer.stream(include_usage=include_usage(body)) if body.stream else await answer.whole(request)
 
 

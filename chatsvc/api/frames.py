@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from chatsvc.api.errors import error_body
+from chatsvc.api.errors import describe
 from chatsvc.api.logprobs import CompletionLogprobs, TokenNames, chat_content
 from chatsvc.engine.output import Delta, FinishReason, Generation, OutputLog
 from chatsvc.scheduler.plan import SampledToken
 
+SLICE = 64
 DONE = b"data: [DONE]\n\n"
 
 # "abort" is no reason OpenAI's clients know; the choice says it was cancelled in a field of its own.
@@ -30,14 +31,28 @@ def dumps(value: Any) -> str:
     return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
+def dumps_in_slices(value: Any) -> str:
+    """As :func:`dumps`, for large values in a thread: long lists are encoded in slices.
+
+    The C encoder does not let go of the interpreter before it is done; between two slices the event loop runs.
+    """
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{dumps(k)}:{dumps_in_slices(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list) and len(value) > SLICE:
+        return "[" + ",".join(dumps(value[i : i + SLICE])[1:-1] for i in range(0, len(value), SLICE)) + "]"
+    if isinstance(value, list):
+        return "[" + ",".join(map(dumps_in_slices, value)) + "]"
+    return dumps(value)
+
+
 def event(value: Any) -> bytes:
     """One event."""
     return f"data: {dumps(value)}\n\n".encode()
 
 
-def error_event(message: str, code: str = "engine_error") -> bytes:
+def error_event(exc: Exception) -> bytes:
     """The event that ends a stream which went wrong. OpenAI's clients raise APIError on a ``data`` with ``error``."""
-    return b"event: error\n" + event(error_body(message, "server_error", None, code))
+    return b"event: error\n" + event(describe(exc)[2])
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, Any]:
@@ -66,9 +81,11 @@ class Shape(Protocol):
         ...
 
 
-def silent_end(log: OutputLog, tokens: tuple[SampledToken, ...], eos: frozenset[int]) -> int | None:
+def silent_end(
+    log: OutputLog, tokens: tuple[SampledToken, ...], finish: FinishReason | None, eos: frozenset[int]
+) -> int | None:
     """Index of the last of ``tokens`` when it ended the choice and is no text (end token or stop token id)."""
-    if log.finish_reason != "stop" or not tokens or isinstance(log.stop_reason, str):
+    if finish != "stop" or not tokens or isinstance(log.stop_reason, str):
         return None
     last = tokens[-1].token_id
     return len(tokens) - 1 if last in eos or log.stop_reason == last else None
@@ -107,7 +124,7 @@ class ChatShape:
         """See :class:`Shape`. The role comes just before the first news of a choice, not before work was done."""
         logprobs = "null"
         if self._logprobs is not None and delta.tokens:
-            logprobs = dumps({"content": self._content(log, delta.tokens), "refusal": None})
+            logprobs = dumps({"content": self._content(log, delta.tokens, delta.finish_reason), "refusal": None})
         elif not delta.text and delta.finish_reason is None:
             return b""  # held back: part of a character, or perhaps the start of a stop string
         parts = []
@@ -125,8 +142,10 @@ class ChatShape:
         choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{end}}}'
         return self._head + choice + self._tail
 
-    def _content(self, log: OutputLog, tokens: tuple[SampledToken, ...]) -> list[dict[str, Any]]:
-        return chat_content(tokens, self._logprobs or 0, self._names, silent_end(log, tokens, self._eos))
+    def _content(
+        self, log: OutputLog, tokens: tuple[SampledToken, ...], finish: FinishReason | None
+    ) -> list[dict[str, Any]]:
+        return chat_content(tokens, self._logprobs or 0, self._names, silent_end(log, tokens, finish, self._eos))
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """See :class:`Shape`."""
@@ -145,7 +164,10 @@ class ChatShape:
             if log.finish_reason == "abort":
                 choice["cancelled"] = True
             if self._logprobs is not None:
-                choice["logprobs"] = {"content": self._content(log, tuple(log.tokens)), "refusal": None}
+                choice["logprobs"] = {
+                    "content": self._content(log, tuple(log.tokens), log.finish_reason),
+                    "refusal": None,
+                }
             choices.append(choice)
         return {
             "id": self.id,
@@ -190,7 +212,7 @@ class CompletionShape:
             offsets = self._offsets.get(index)
             if offsets is None:
                 offsets = self._offsets[index] = CompletionLogprobs(self._logprobs, self._names)
-            logprobs = offsets.add(tokens, silent_end(log, tokens, self._eos))
+            logprobs = offsets.add(tokens, silent_end(log, tokens, finish, self._eos))
         choice = {
             "index": index,
             "text": text,

@@ -1,7 +1,9 @@
-"""``/openapi.json``: made from the models that validate the requests."""
+"""``/openapi.json``: made from the models that validate the requests and describe the answers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,21 +13,119 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from chatsvc import __version__
-from chatsvc.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chatsvc.api import answers_schema as answers
+from chatsvc.api import schema
 
 REF = "#/components/schemas/{model}"
+PLAIN = {400: "What is wrong, and in which field", 404: "No such model or path", 413: "The body is too large"}
+GENERATING = PLAIN | {
+    415: "The body is not JSON",
+    429: "The queue is full; Retry-After says when to come back",
+    500: "The generation failed",
+    503: "Loading, draining or stuck; Retry-After says when to come back",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        answer: model of the 200 body; None: not JSON, see ``media``.
+        events: model of a stream's events.
+        errors: status -> words; bodies are always :class:`~chatsvc.api.answers_schema.ErrorAnswer`.
+        status: status -> words, for answers that are no errors in OpenAI's shape.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    events: type[BaseModel] | None = None
+    media: str = "application/json"
+    errors: Mapping[int, str] | None = None
+    status: Mapping[int, str] | None = None
+
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        schema.ChatRequest,
+        answers.ChatCompletion,
+        answers.ChatChunk,
+        errors=GENERATING,
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions/{id}/cancel",
+        "End a running answer; its reader gets what there is",
+        answer=answers.Cancelled,
+        errors={404: "Nothing with this id runs"},
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Go on with one or several prompts",
+        schema.CompletionRequest,
+        answers.PlainCompletion,
+        answers.PlainCompletion,
+        errors=GENERATING,
+    ),
+    Operation("get", "/v1/models", "The served models", answer=answers.ModelList),
+    Operation("get", "/v1/models/{id}", "One model", answer=answers.ModelCard, errors={404: "No such model"}),
+    Operation(
+        "post", "/tokenize", "Token ids of a prompt or a chat", schema.TokenizeRequest, answers.Tokens, errors=PLAIN
+    ),
+    Operation("post", "/detokenize", "Text of token ids", schema.DetokenizeRequest, answers.Text, errors=PLAIN),
+    Operation("get", "/health", "Live", answer=answers.Status, status={503: "The engine is dead or stuck"}),
+    Operation("get", "/ready", "Ready", answer=answers.Status, status={503: "Loading, draining or stuck"}),
+    Operation("get", "/metrics", "Prometheus metrics", media="text/plain"),
+    Operation("get", "/debug/kv", "The block map", answer=answers.KVSnapshot),
+    Operation("get", "/debug/kv/stream", "Changes of the block map, as server-sent events", media="text/event-stream"),
+    Operation("get", "/openapi.json", "This document"),
+)
 
 
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 description."""
-    models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
-    _, schema = models_json_schema([(m, "validation") for m in models], ref_template=REF)
+    models: dict[type[BaseModel], None] = {answers.ErrorAnswer: None}
+    for operation in OPERATIONS:
+        models |= {m: None for m in (operation.body, operation.answer, operation.events) if m is not None}
+    _, components = models_json_schema([(m, "validation") for m in models], ref_template=REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "chatsvc", "version": __version__},
-        "paths": {},
-        "components": {"schemas": schema["$defs"]},
+        "paths": paths,
+        "components": {"schemas": components["$defs"]},
     }
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {operation.media: {"schema": _ref(operation.answer) if operation.answer else {}}}
+    if operation.events is not None:
+        content["text/event-stream"] = {"itemSchema": _ref(operation.events)}
+    responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
+    for status, words in (operation.status or {}).items():
+        responses[str(status)] = {"description": words, "content": content}
+    error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
+    for status, words in (operation.errors or {}).items():
+        responses[str(status)] = {"description": words, "content": error}
+    out: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if operation.body is not None:
+        out["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
+    if "{id}" in operation.path:
+        out["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return out
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REF.format(model=model.__name__)}
 
 
 def route() -> Route:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chatsvc.api.schema import ChatMessage, ContentPart
-from chatsvc.api.services import TextCodec
+from chatsvc.api.services import Template, TextCodec
 from chatsvc.errors import InvalidRequest
 
 
@@ -34,6 +34,43 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             ]
         out.append(item)
     return out
+
+
+def render(
+    template: Template,
+    messages: list[dict[str, Any]],
+    tokenizer: TextCodec,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> list[int]:
+    """Prompt token ids of a conversation, and proof that the template did not drop a part of it without a word.
+
+    Many templates print neither tool calls nor names. So what carries them is rendered once more without: equal ids
+    mean they were dropped, and the model would answer to a conversation it never saw.
+
+    Raises:
+        InvalidRequest: the template refuses the messages, or does not show a field of theirs (``param`` names it).
+    """
+
+    def encode(chat: list[dict[str, Any]]) -> list[int]:
+        return template.encode(
+            chat,
+            tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+    ids = encode(messages)
+    for key in ("tool_calls", "name"):
+        # A tool's result may repeat the tool's name; the call before it has said it already.
+        having = [i for i, m in enumerate(messages) if key in m and m["role"] != "tool"]
+        if having and encode([{k: v for k, v in m.items() if k != key} for m in messages]) == ids:
+            path = f"messages.{having[0]}.{key}"
+            raise InvalidRequest(
+                f"{path}: the model's chat template does not show this field, the model would not see it", param=path
+            )
+    return ids
 
 
 def _text(message: ChatMessage, path: str) -> str:

@@ -35,6 +35,24 @@ def room_for(prompt_tokens: int, asked: int | None, limit: int, *, prompt_param:
     return asked
 
 
+def refuse_hopeless(characters: int, longest_token: int, limit: int, param: str) -> None:
+    """Refuse a text that is too long for the context however it is encoded, before anybody spends seconds on it.
+
+    Args:
+        characters: of the text; ``longest_token`` in bytes.
+
+    Raises:
+        ContextLengthExceeded: with the limit and the least number of tokens the text can have.
+    """
+    least = -(-characters // longest_token)
+    if least >= limit:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens, but the prompt has at least {least}"
+            f" ({characters} characters). Please shorten the prompt.",
+            param=param,
+        )
+
+
 def sampling_params(
     fields: SamplingFields,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -106,7 +107,7 @@ class ApiSettings:
     send_timeout: float = 300.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Services:
     """Everything an app is made of; built by whoever starts the server, who also starts and stops the engine.
 
@@ -125,6 +126,12 @@ class Services:
     store: SessionStore | None = None
     created: int = 0
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of k times as many characters has at least k tokens."""
+        tokenizer = self.tokenizer
+        return max(1, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)))
 
     async def offload(self, size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn`` here when its input is small (``size`` in bytes or characters), else in a thread.

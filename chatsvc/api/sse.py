@@ -5,8 +5,8 @@ Where it differs from :class:`sse_starlette.EventSourceResponse`, and why:
 - Shutdown. sse-starlette cuts every stream as soon as SIGTERM arrives (process-wide ``AppStatus.should_exit``, a
   polling task per thread that introspects the signal handler). Here answers are drained: the engine stops admitting,
   running streams go on, and what is left when the grace time ends is aborted by the engine, which ends the streams in
-  order. So ``_listen_for_exit_signal`` waits for ever; nothing of that global state is read, no polling task is started,
-  and any number of servers and event loops in one process (tests) do not touch each other.
+  order. So ``_listen_for_exit_signal`` waits for ever: nothing of that global state is read, no polling task is
+  started, and any number of servers and event loops in one process (tests) do not touch each other.
 - Pings. A comment is sent only when nothing else was sent for ``ping`` seconds, by the clock.
 - LF line ends, ``Cache-Control: no-cache``.
 - A client that does not read for ``send_timeout`` seconds counts as gone.

@@ -8,7 +8,8 @@ from starlette.routing import Route
 
 from chatsvc.api.body import read_model
 from chatsvc.api.chat import chat_prompt, check_model, require_ready
-from chatsvc.api.frames import dumps
+from chatsvc.api.frames import dumps, dumps_in_slices
+from chatsvc.api.sampling import refuse_hopeless
 from chatsvc.api.schema import DetokenizeRequest, TokenizeRequest
 from chatsvc.api.services import Services
 from chatsvc.errors import InvalidRequest
@@ -16,9 +17,9 @@ from chatsvc.errors import InvalidRequest
 
 async def tokenize(services: Services, request: Request) -> Response:
     """``POST /tokenize``: the very ids that a completion (``prompt``) or a chat (``messages``) would use."""
+    require_ready(services)
     body = await read_model(request, services, TokenizeRequest)
     check_model(body.model, services)
-    require_ready(services)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: exactly one of prompt and messages is needed", param="prompt")
     if body.messages is not None:
@@ -29,15 +30,18 @@ async def tokenize(services: Services, request: Request) -> Response:
             continue_final_message=body.continue_final_message,
         )
     else:
+        # One that cannot fit is not counted to its end: that takes seconds, and the answer would change nothing.
         text = body.prompt or ""
         bos = body.add_special_tokens is not False
+        refuse_hopeless(len(text), services.longest_token, services.engine.limit, "prompt")
         ids = await services.offload(len(text), services.tokenizer.encode, text, special=True, bos=bos)
     answer = {"tokens": ids, "count": len(ids), "max_model_len": services.engine.limit}
-    return Response(await services.offload(len(ids), dumps, answer), media_type="application/json")
+    return Response(await services.offload(4 * len(ids), dumps_in_slices, answer), media_type="application/json")
 
 
 async def detokenize(services: Services, request: Request) -> Response:
     """``POST /detokenize``: text of token ids, special tokens written out."""
+    require_ready(services)
     body = await read_model(request, services, DetokenizeRequest)
     check_model(body.model, services)
     vocab_size = services.tokenizer.vocab_size

@@ -16,6 +16,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 
 from chatsvc.api.app import create_app
+from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
 from chatsvc.engine.output import Generation, OutputLog
 from chatsvc.errors import InvalidRequest, Overloaded
@@ -76,7 +77,7 @@ class PlainTemplate:
         ids: list[int] = []
         for message in messages:
             calls = "".join(c["function"]["name"] + c["function"]["arguments"] for c in message.get("tool_calls", ()))
-            ids += tokenizer.encode(f"{message['role']}: {message['content']}{calls}") + [EOS]
+            ids += [*tokenizer.encode(f"{message['role']}: {message['content']}{calls}"), EOS]
         if continue_final_message:
             del ids[-1]
         elif add_generation_prompt:
@@ -280,9 +281,7 @@ class Server:
                 **self._changes,
             }
         )
-        config = uvicorn.Config(
-            create_app(self.services), port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=2
-        )
+        config = server_config(create_app(self.services), host="127.0.0.1", port=0, grace=2)
         self.server = uvicorn.Server(config)
         serving = asyncio.create_task(self.server._serve())
         while not self.server.started:
