@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -93,6 +93,7 @@ class Template(Protocol):
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        assistant_ids: Mapping[int, Sequence[int]] | None = None,
     ) -> list[int]: ...
 
 
@@ -105,6 +106,7 @@ class ApiSettings:
     max_n: int = 16
     max_prompts: int = 64
     send_timeout: float = 300.0
+    resume_grace: float = 60.0  # a session's answer goes on that long after its last reader has left
 
 
 @dataclass(frozen=True)
