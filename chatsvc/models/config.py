@@ -89,7 +89,7 @@ class ModelConfig:
             raise ModelError(f"head_dim {self.head_dim} is odd: the rotary embedding needs pairs")
         if not self.rms_norm_eps > 0 or not self.rope_theta > 0:
             raise ModelError(
-                f"rms_norm_eps and rope_theta must be positive, the model says {self.rms_norm_eps} and {self.rope_theta}"
+                f"rms_norm_eps and rope_theta must be positive, not {self.rms_norm_eps} and {self.rope_theta}"
             )
 
     @property

@@ -6,17 +6,18 @@ times faster because a product is written once and by several threads.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
+
+from chatsvc.models.rawfile import Bytes
 
 _T = GGMLQuantizationType
 
 SUPPORTED = frozenset({_T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q4_K, _T.Q5_K, _T.Q6_K})
 
 
-def dequantize(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], kind: GGMLQuantizationType) -> torch.Tensor:
+def dequantize(raw: Bytes, kind: GGMLQuantizationType) -> torch.Tensor:
     """Bytes of whole blocks -> [elements] float32 (F16 and BF16 keep their dtype: copying converts them exactly)."""
     data = torch.from_numpy(raw)
     match kind:

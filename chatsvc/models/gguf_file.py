@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from chatsvc.errors import ModelError
 from chatsvc.ggufmeta import read_gguf_head
 from chatsvc.models.dequant import SUPPORTED, dequantize
-
-# Elements dequantised at a time: the temporary arrays stay in the megabytes and partly in the cache.
-_CHUNK_ELEMENTS = 1 << 20
+from chatsvc.models.rawfile import read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +44,20 @@ class GGUFTensor:
         """Dequantise into ``out`` (same shape, any float dtype and device), a few rows at a time.
 
         Raises:
-            ModelError: the file is shorter than its header says.
+            ModelError: the file is shorter than its head says.
         """
-        rows = out.view(-1, self.shape[-1])
-        for start, block in self._blocks():
-            rows[start : start + block.shape[0]] = block
-
-    def _blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        num_rows = self.num_bytes // self.row_bytes
-        step = max(1, _CHUNK_ELEMENTS // self.shape[-1])
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.offset)
-            for start in range(0, num_rows, step):
-                count = min(step, num_rows - start)
-                raw = np.fromfile(file, dtype=np.uint8, count=count * self.row_bytes)
-                if raw.size != count * self.row_bytes:
-                    raise ModelError(f"{self.path.name}: the file ends inside tensor {self.name}")
-                yield start, dequantize(raw, self.type).view(count, self.shape[-1])
+        width = self.shape[-1]
+        rows = out.view(-1, width)
+        pieces = read_rows(
+            self.path,
+            self.name,
+            offset=self.offset,
+            rows=rows.shape[0],
+            row_bytes=self.row_bytes,
+            row_elements=width,
+        )
+        for start, count, raw in pieces:
+            rows[start : start + count] = dequantize(raw, self.type).view(count, width)
 
 
 @dataclass(frozen=True, slots=True)

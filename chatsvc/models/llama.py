@@ -123,12 +123,13 @@ class LlamaModel:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
-        qk, v = qkv.view(-1, heads + 2 * kv_heads, config.head_dim).split((heads + kv_heads, kv_heads), dim=1)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, config.head_dim)
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qk.split((heads, kv_heads), dim=1)
+            q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
             eps = config.rms_norm_eps
             qk = torch.cat((rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)), dim=1)
-        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+        q, k = rotate(qk, cos, sin).split_with_sizes((heads, kv_heads), dim=1)
         return q, k, v
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from chatsvc.errors import ModelError
 from chatsvc.modelfiles import ModelFiles
 from chatsvc.models.config import ModelConfig
 from chatsvc.models.gguf_file import read_header
 from chatsvc.models.gguf_model import gguf_config, load_gguf
+from chatsvc.models.hf_model import hf_config, load_hf
 from chatsvc.models.llama import LlamaModel
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
@@ -17,7 +21,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
     Raises:
         ModelError: naming the field that is missing, wrong, or asks for something that is not implemented.
     """
-    return gguf_config(read_header(files.path))
+    return hf_config(files.path) if files.format == "hf" else gguf_config(read_header(files.path))
 
 
 def load_model(files: ModelFiles, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaModel:
@@ -26,4 +30,9 @@ def load_model(files: ModelFiles, *, dtype: torch.dtype, device: torch.device | 
     Raises:
         ModelError: see :func:`load_config`; or tensors are missing, left over, doubled, or have wrong shapes.
     """
-    return load_gguf(read_header(files.path), dtype, torch.device(device))
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype {dtype} is not supported for weights")
+    target = torch.device(device)
+    if files.format == "hf":
+        return load_hf(files.path, dtype, target)
+    return load_gguf(read_header(files.path), dtype, target)

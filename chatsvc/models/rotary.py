@@ -12,7 +12,7 @@ import torch
 
 from chatsvc.models.config import ModelConfig
 
-# Rows of the table are always computed in the same groups, small enough for one thread and one code path, so the bits of
+# Rows of the table are always computed in the same groups, small enough for one thread and one code path: the bits of
 # a row never depend on how far the table has grown or on how many threads there are.
 CHUNK = 256
 
@@ -91,7 +91,7 @@ class Rotary:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of x [T, heads, head_dim]; cos and sin as :meth:`Rotary.cos_sin` gives them."""
+    """Rotate pairs (i, i + D / 2) of x [T, heads, D]; cos and sin as :meth:`Rotary.cos_sin` gives them."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 

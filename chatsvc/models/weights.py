@@ -40,7 +40,7 @@ def allocate(
         fused = Linear(empty(sum(parts.values()), width), empty(sum(parts.values())) if bias else None)
         for tensor, kind in ((fused.weight, "weight"), (fused.bias, "bias")):
             if tensor is not None:
-                views = tensor.split(list(parts.values()))
+                views = tensor.split_with_sizes(list(parts.values()))
                 slots.update({f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)})
         return fused
 

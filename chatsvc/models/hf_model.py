@@ -1,0 +1,61 @@
+"""A Llama-family model in a directory with config.json and safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+
+from chatsvc.models.config import ModelConfig
+from chatsvc.models.hf_config import parse_hf_config
+from chatsvc.models.llama import LlamaModel
+from chatsvc.models.safetensors_dir import read_json, read_tables
+from chatsvc.models.weights import FileTensor, allocate, check
+
+_LOG = logging.getLogger(__name__)
+_EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def hf_config(directory: Path) -> ModelConfig:
+    """The configuration in a directory.
+
+    Raises:
+        ModelError: see :func:`chatsvc.models.hf_config.parse_hf_config`; or config.json is missing or damaged.
+    """
+    return parse_hf_config(read_json(directory / "config.json"))
+
+
+def load_hf(directory: Path, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+    """Read all weights, one tensor at a time.
+
+    The output layer is chosen as transformers 5 does: ``tie_word_embeddings`` ties it to the embedding unless the file
+    has both with different values; with only one of the two in the file, that one is both.
+
+    Raises:
+        ModelError: see :func:`hf_config`; or tensors are missing, left over, doubled, or have wrong shapes.
+    """
+    config = hf_config(directory)
+    # Old files carry the rotary frequencies, which follow from the configuration.
+    tensors: dict[str, FileTensor] = {
+        name: tensor for name, tensor in read_tables(directory).items() if not name.endswith("rotary_emb.inv_freq")
+    }
+    tied = config.tie_word_embeddings
+    if tied and _LM_HEAD in tensors:
+        if _EMBED in tensors:
+            # Which of the two is meant is seen only when both are read.
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+        else:
+            tensors[_EMBED] = tensors.pop(_LM_HEAD)
+    weights, slots = allocate(config, dtype, device)
+    check(slots, tensors, lambda name: name)
+    for name, slot in slots.items():
+        tensors[name].read_into(slot)
+    if tied and not config.tie_word_embeddings:
+        if torch.equal(weights.embed, weights.lm_head):
+            config = dataclasses.replace(config, tie_word_embeddings=True)
+            weights = dataclasses.replace(weights, lm_head=weights.embed)
+        else:
+            _LOG.warning("tie_word_embeddings is true, but the file has another %s: that one is used", _LM_HEAD)
+    return LlamaModel(config, weights)
