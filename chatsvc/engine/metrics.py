@@ -66,9 +66,7 @@ class SchedulerCollector(Collector):
         kinds.add_metric(["recompute"], stats.preemptions)
         kinds.add_metric(["swap"], 0)
         yield kinds
-        swapped = CounterMetricFamily(
-            P + "swapped_blocks", "Blocks moved to or from the host", labels=["direction"]
-        )
+        swapped = CounterMetricFamily(P + "swapped_blocks", "Blocks moved to or from the host", labels=["direction"])
         for direction in ("in", "out"):
             swapped.add_metric([direction], 0)
         yield swapped
@@ -88,9 +86,7 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self.finished.labels(reason)
         self.queue = Histogram(P + "queue_seconds", "From arrival to the first step", buckets=LATENCY, registry=r)
-        self.ttft = Histogram(
-            P + "time_to_first_token_seconds", "Arrival to first token", buckets=LATENCY, registry=r
-        )
+        self.ttft = Histogram(P + "time_to_first_token_seconds", "Arrival to first token", buckets=LATENCY, registry=r)
         self.inter_token = Histogram(
             P + "inter_token_seconds", "Between tokens of a sequence", buckets=SHORT, registry=r
         )

@@ -1,0 +1,59 @@
+# Two commands matter: `make serve` and `make test`. Everything they need lands in .venv.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SERVE_STAMP := $(VENV)/.serve-installed
+TEST_STAMP := $(VENV)/.test-installed
+
+.PHONY: serve test lint bench loadtest compose-check clean help
+
+help:
+	@echo "make serve | test | lint | bench | loadtest | compose-check"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "chatsvc needs Python 3.11 to 3.13; set PYTHON=/path/to/python3.12, for example"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "The venv module is missing (Debian: apt-get install python3-venv)"; exit 1; }
+
+# torch comes first and by its exact version: a newer one may be a CUDA build of several gigabytes.
+$(SERVE_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing chatsvc into $(VENV) (a few minutes the first time)"
+	$(PIP) install --progress-bar on -c constraints.txt -e .
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing chatsvc and its test tools into $(VENV)"
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[test,lint]'
+	@touch $@ $(SERVE_STAMP)
+
+serve: $(SERVE_STAMP)
+	@$(BIN)/chatsvc pull $${CHATSVC_MODEL:-smollm2-135m} >/dev/null
+	@exec $(BIN)/chatsvc serve
+
+test: $(TEST_STAMP) lint
+	@$(BIN)/chatsvc pull >/dev/null
+	@scripts/ensure_redis.sh
+	$(BIN)/python -m pytest
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(SERVE_STAMP)
+	@$(BIN)/chatsvc pull >/dev/null
+	$(BIN)/chatsvc bench
+
+loadtest: $(TEST_STAMP)
+	@mkdir -p loadtest/report
+	$(BIN)/locust -f loadtest/locustfile.py --headless -u $${USERS:-8} -r $${RATE:-4} -t $${TIME:-60s} \
+	  --host $${HOST:-http://127.0.0.1:8000} --html loadtest/report/report.html --csv loadtest/report/report
+
+compose-check: $(TEST_STAMP)
+	$(BIN)/python docker/check_compose.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

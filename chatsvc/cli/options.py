@@ -1,0 +1,73 @@
+"""Command-line options made from a configuration model: one source for flag, variable, type and help."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GroupedCommand(click.Command):
+    """``--help`` prints the options in the groups of the configuration model."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+class GroupedOption(click.Option):
+    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+def _option(name: str, info: FieldInfo) -> Callable[[F], F]:
+    flag = "--" + name.replace("_", "-")
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    choices = typing.get_args(info.annotation) if typing.get_origin(info.annotation) is typing.Literal else ()
+    help_text = info.description or ""
+    if info.default is not None and not choices and not isinstance(info.default, bool):
+        help_text += f" [{info.default:g}]" if isinstance(info.default, float) else f" [{info.default}]"
+    common: dict[str, Any] = {
+        "cls": GroupedOption,
+        "group": extra.get("group", "Other"),
+        "envvar": "CHATSVC_" + name.upper(),
+        "default": None,
+        "help": help_text,
+    }
+    if info.annotation is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, **common)
+    if choices:
+        common["help"] += f" [{info.default}]"
+        return click.option(flag, name, type=click.Choice([str(c) for c in choices]), **common)
+    return click.option(flag, name, type=str, metavar="VALUE", **common)
+
+
+def options_of(model: type[BaseModel], only: Iterable[str] | None = None) -> Callable[[F], F]:
+    """Add an option for every field (or those in ``only``); values arrive as strings and are validated by the model."""
+
+    def decorate(f: F) -> F:
+        wanted = set(only) if only is not None else None
+        for name, info in reversed(list(model.model_fields.items())):
+            if wanted is None or name in wanted:
+                f = _option(name, info)(f)
+        return f
+
+    return decorate
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop options that were not given, so that the model's defaults hold."""
+    return {k: v for k, v in values.items() if v is not None and v != ""}

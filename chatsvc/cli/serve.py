@@ -1,0 +1,167 @@
+"""``chatsvc serve``: the server's life, from the first check to the last stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+import click
+import uvicorn
+
+from chatsvc.api.app import create_app
+from chatsvc.api.server import server_config
+from chatsvc.api.services import ApiSettings, Services
+from chatsvc.cli.options import GroupedCommand, given, options_of
+from chatsvc.config import ServeConfig
+from chatsvc.engine.build import Built, build
+from chatsvc.errors import ChatsvcError, ConfigError
+from chatsvc.sessions.base import SessionStore
+from chatsvc.sessions.select import open_store
+
+log = logging.getLogger("chatsvc")
+
+
+@click.command("serve", cls=GroupedCommand, context_settings={"max_content_width": 120})
+@options_of(ServeConfig)
+def command(**values: Any) -> None:
+    """Serve chats over HTTP. Every flag is also an environment variable: CHATSVC_<FLAG>."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for noisy in ("httpx", "huggingface_hub", "sse_starlette"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    config = ServeConfig.of(**given(values))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        status = runner.run(Server(config).run())
+    sys.exit(status)
+
+
+def _loop_factory() -> Any:
+    return uvicorn.Config("", loop="auto").get_loop_factory()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind before anything slow happens. Raises: ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}; choose another --host or --port") from e
+    return sock
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: the first one drains instead of closing the door on running streams."""
+
+    def install_signal_handlers(self) -> None:
+        return None
+
+    def capture_signals(self) -> Any:
+        return _NoSignals()
+
+
+class _NoSignals:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class Server:
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self._began = time.perf_counter()
+        self._signals = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._failed = False
+        self._loading: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Returns the exit status. Raises: ConfigError, ModelError."""
+        config = self.config
+        sock = listen(config.host, config.port)
+        built = build(config)
+        store = open_store(config.session_store, config.session_ttl)
+        services = self._services(built, store)
+        uv = _Uvicorn(server_config(create_app(services), host=config.host, port=config.port, grace=5))
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sig, self._on_signal, uv, built)
+        url = f"http://{config.host}:{sock.getsockname()[1]}/"
+        try:
+            await self._open(store)
+            self._loading = asyncio.create_task(self._load(uv, built, url))
+            await uv.serve(sockets=[sock])
+        finally:
+            await self._close(built, store)
+        return 1 if self._failed else 0
+
+    def _services(self, built: Built, store: SessionStore) -> Services:
+        config = self.config
+        return Services(
+            engine=built.engine,
+            tokenizer=built.tokenizer,
+            template=built.template,
+            model_name=config.served_model_name or built.files.name,
+            settings=ApiSettings(ping_interval=config.ping_interval, max_n=config.max_n),
+            store=store,
+            created=int(time.time()),
+        )
+
+    async def _open(self, store: SessionStore) -> None:
+        await store.open()
+        interrupted = await store.interrupt_running()
+        if interrupted:
+            log.info("%d answers were cut off by the last stop and are marked interrupted", interrupted)
+
+    async def _load(self, uv: uvicorn.Server, built: Built, url: str) -> None:
+        try:
+            await built.engine.start()
+        except ChatsvcError as e:
+            log.error("%s", e)
+            self._failed = uv.should_exit = True
+            return
+        except Exception:
+            log.exception("loading failed")
+            self._failed = uv.should_exit = True
+            return
+        capacity = built.engine.capacity
+        log.info(
+            "ready in %.1f s: %s, %d KV blocks, up to %d tokens a sequence",
+            time.perf_counter() - self._began,
+            built.files.name,
+            capacity.num_blocks,
+            capacity.max_model_len,
+        )
+        print(f"\n  Chat page:  {url}\n  OpenAI API: {url}v1\n", flush=True)
+
+    def _on_signal(self, uv: uvicorn.Server, built: Built) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            log.warning("second signal: ending at once")
+            uv.should_exit = uv.force_exit = True
+            return
+        if self._loading is not None and not self._loading.done():
+            uv.should_exit = True
+            return
+        log.info("draining: running answers may take up to %g s more", self.config.drain_timeout)
+        built.engine.begin_drain()
+        self._drain = asyncio.create_task(self._finish(uv, built))
+
+    async def _finish(self, uv: uvicorn.Server, built: Built) -> None:
+        done = await built.engine.drained(self.config.drain_timeout)
+        if not done:
+            log.warning("%d answers were still running and are ended", built.engine.num_requests)
+        await built.engine.stop()
+        uv.should_exit = True
+
+    async def _close(self, built: Built, store: SessionStore) -> None:
+        await built.engine.stop()
+        await store.close()

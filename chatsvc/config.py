@@ -1,0 +1,153 @@
+"""Every setting of the server, once: type, default, help text, group. Frozen; passed in, never looked up.
+
+The command line is made from this model: field ``max_num_seqs`` is the flag ``--max-num-seqs`` and the environment
+variable ``CHATSVC_MAX_NUM_SEQS``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from chatsvc.errors import ConfigError
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_DEFAULT_KV = 4 * 2**30
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _seconds(value: Any) -> Any:
+    """``90``, ``90s``, ``1.5m``, ``30d`` -> seconds."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9.]+)\s*(ms|s|m|h|d|)\s*", value)
+        if found is None:
+            raise ValueError("a time is a number with an optional unit: ms, s, m, h or d")
+        return float(found[1]) * _UNITS[found[2]]
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
+
+
+def _field(default: Any, group: str, help_text: str, **limits: Any) -> Any:
+    return Field(default, description=help_text, json_schema_extra={"group": group}, **limits)
+
+
+class ServeConfig(BaseModel):
+    """Flags of ``chatsvc serve``; see the public contract for their meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = _field(
+        "smollm2-135m", "Model", "default model, a directory with safetensors, a .gguf file, or a Hub id"
+    )
+    served_model_name: str | None = _field(None, "Model", "public name [last part of --model]")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
+        "auto", "Model", "weights and KV (auto: float32 on CPU)"
+    )
+    quantization: Literal["auto", "none", "int8"] = _field("auto", "Model", "auto is none in this version")
+    max_model_len: int | None = _field(None, "Model", "longest sequence [the model's, or what the pool holds]", ge=2)
+    seed: int | None = _field(None, "Model", "base of the seeds of requests that bring none [random]", ge=0, lt=2**63)
+    chat_template: Path | None = _field(None, "Model", "file with a Jinja chat template [the model's own]")
+    threads: int | None = _field(None, "Model", "CPU threads of the forward pass [usable cores]", ge=1)
+
+    block_size: int = _field(16, "Memory", "tokens of a KV block: 8, 16, 32, 64 or 128")
+    kv_cache_memory: ByteSize | None = _field(
+        None, "Memory", "bytes of the KV pool, e.g. 512MiB [a quarter of the usable memory, at most 4 GiB]"
+    )
+    num_kv_blocks: int | None = _field(None, "Memory", "usable KV blocks; overrides --kv-cache-memory", ge=1)
+    host_kv_memory: ByteSize = _field(ByteSize(0), "Memory", "swap space and host tier (not in this version)")
+    disk_cache_dir: Path | None = _field(None, "Memory", "prefixes that survive a restart (not in this version)")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field("auto", "Memory", "auto: as --dtype")
+    prefix_caching: bool = _field(True, "Memory", "share KV blocks between equal prefixes")
+    cache_secret: str | None = _field(None, "Memory", "secret of the prefix hashes [random per process]")
+
+    max_num_seqs: int = _field(64, "Scheduling", "sequences that run at a time", ge=1)
+    max_num_batched_tokens: int | None = _field(
+        None, "Scheduling", "tokens of a step [measured, see --max-step-ms]", ge=1
+    )
+    max_step_ms: float = _field(250.0, "Scheduling", "a step with running streams stays under it", gt=0)
+    policy: Literal["fcfs", "priority", "fair", "shortest"] = _field("fcfs", "Scheduling", "only fcfs in this version")
+    preemption: Literal["auto", "swap", "recompute"] = _field("auto", "Scheduling", "auto is recompute in this version")
+    max_n: int = _field(16, "Scheduling", "most choices of one request", ge=1, le=128)
+    max_queue: int = _field(256, "Scheduling", "requests that may wait; one more gets 429", ge=1)
+    queue_timeout: Seconds = _field(60.0, "Scheduling", "longest wait for the first step")
+
+    engine: Literal["thread", "process"] = _field("thread", "Engine", "only thread in this version")
+    executor: Literal["local", "simulated"] = _field("local", "Engine", "simulated: no weights, a given step time")
+    simulated_step_ms: float = _field(20.0, "Engine", "simulated: fixed part of a step", ge=0)
+    simulated_token_ms: float = _field(0.1, "Engine", "simulated: added per token", ge=0)
+    attention_backend: Literal["auto", "torch", "cpu", "triton"] = _field("auto", "Engine", "attention kernels")
+    speculative: Literal["none", "ngram", "draft"] = _field("none", "Engine", "only none in this version")
+    draft_model: str | None = _field(None, "Engine", "draft model (not in this version)")
+    num_speculative_tokens: int = _field(4, "Engine", "drafts a step", ge=1)
+    tensor_parallel_size: int = _field(1, "Engine", "only 1 in this version", ge=1)
+
+    host: str = _field("127.0.0.1", "Service", "address to listen on")
+    port: int = _field(8000, "Service", "port to listen on; 0 takes a free one", ge=0, le=65535)
+    session_store: str = _field("sqlite:///chatsvc.db", "Service", "sqlite:///FILE, redis://HOST:PORT/DB or memory://")
+    session_ttl: Seconds = _field(30 * 86400.0, "Service", "idle sessions are forgotten after it, e.g. 30d")
+    resume_grace: Seconds = _field(60.0, "Service", "a session's answer goes on that long without a reader")
+    api_key_file: Path | None = _field(None, "Service", "API keys (not in this version)")
+    drain_timeout: Seconds = _field(30.0, "Service", "running streams may finish that long after SIGTERM")
+    ping_interval: Seconds = _field(15.0, "Service", "comment on a silent stream")
+
+    @model_validator(mode="after")
+    def _known_limits(self) -> ServeConfig:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"--block-size {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
+        later = {
+            "--quantization int8": self.quantization == "int8",
+            "--host-kv-memory": self.host_kv_memory > 0,
+            "--disk-cache-dir": self.disk_cache_dir is not None,
+            f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
+            f"--policy {self.policy}": self.policy != "fcfs",
+            "--engine process": self.engine == "process",
+            f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
+            "--tensor-parallel-size": self.tensor_parallel_size != 1,
+            "--api-key-file": self.api_key_file is not None,
+        }
+        for flag, asked in later.items():
+            if asked:
+                raise ValueError(f"{flag} is not in this version of chatsvc")
+        return self
+
+    @classmethod
+    def of(cls, **values: Any) -> ServeConfig:
+        """Build and validate. Raises: ConfigError that names the flag."""
+        try:
+            return cls(**values)
+        except ValidationError as e:
+            first = e.errors()[0]
+            flag = f"--{'-'.join(str(p) for p in first['loc']).replace('_', '-')}: " if first["loc"] else ""
+            raise ConfigError(flag + first["msg"].removeprefix("Value error, ")) from e
+
+    @property
+    def kv_bytes(self) -> int:
+        return int(self.kv_cache_memory) if self.kv_cache_memory is not None else default_kv_memory(usable_memory())
+
+
+def usable_cpus() -> int:
+    """Cores that this process may use (affinity-aware)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_memory() -> int:
+    """Bytes of memory this process may use: the machine's, or less when a cgroup (v2 or v1) says so."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limit = min(limit, int(text))
+    return limit
+
+
+def default_kv_memory(memory: int) -> int:
+    return min(memory // 4, MAX_DEFAULT_KV)

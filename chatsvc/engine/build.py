@@ -1,0 +1,118 @@
+"""From a configuration to an engine that can be started. The one place that knows every part by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+
+import torch
+
+from chatsvc.config import ServeConfig, usable_cpus
+from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
+from chatsvc.modelfiles import ModelFiles, resolve
+from chatsvc.models.attention.base import AttentionBackend
+from chatsvc.models.attention.select import make_backend
+from chatsvc.models.base import CausalLM
+from chatsvc.models.loader import load_config, load_model
+from chatsvc.runtime.executor import Executor
+from chatsvc.runtime.local import LocalConfig, LocalExecutor, plan_capacity
+from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
+from chatsvc.text.template import ChatTemplate, load_template
+from chatsvc.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+SIMULATED_BLOCKS = 4096
+SIMULATED_CONTEXT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine that is not started yet, and the text side that goes with it."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    files: ModelFiles
+
+
+def device_of() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(config: ServeConfig, device: torch.device) -> torch.dtype:
+    """``auto``: float32 on a CPU (exact, and no slower there), bfloat16 on a GPU."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def build(config: ServeConfig) -> Built:
+    """Everything that can be found wrong without reading weights is found here.
+
+    Raises: ConfigError, ModelError.
+    """
+    files = resolve(config.model)
+    tokenizer = load_tokenizer(files)
+    template = load_template(files, tokenizer, config.chat_template)
+    if template is None:
+        log.warning("%s has no chat template: chat requests will be refused; give one with --chat-template", files.name)
+    executor = _simulated(config, tokenizer) if config.executor == "simulated" else _local(config, files)
+    if config.preemption == "swap":
+        log.warning("--preemption swap needs host memory, which this version does not have: recompute is used")
+    secret = config.cache_secret.encode() if config.cache_secret else secrets.token_bytes(32)
+    engine_config = EngineConfig(
+        block_size=config.block_size,
+        prefix_caching=config.prefix_caching,
+        cache_secret=secret,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_step_seconds=config.max_step_ms / 1000,
+        max_queue=config.max_queue,
+        queue_timeout=config.queue_timeout,
+    )
+    return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, template, files)
+
+
+def _local(config: ServeConfig, files: ModelFiles) -> Executor:
+    device = device_of()
+    dtype = dtype_of(config, device)
+    backend = make_backend(config.attention_backend, device)
+    local = LocalConfig(
+        block_size=config.block_size,
+        kv_cache_memory=config.kv_bytes,
+        num_blocks=config.num_kv_blocks,
+        max_model_len=config.max_model_len,
+        max_step_seconds=config.max_step_ms / 1000,
+        measure=config.max_num_batched_tokens is None,
+    )
+    plan_capacity(local, load_config(files).shape, dtype)  # refuse what cannot fit before anything is loaded
+    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or usable_cpus()
+
+    def load() -> tuple[CausalLM, AttentionBackend]:
+        torch.set_num_threads(threads)
+        return load_model(files, dtype=dtype, device=device), backend
+
+    return LocalExecutor(local, load)
+
+
+def _simulated(config: ServeConfig, tokenizer: Tokenizer) -> Executor:
+    blocks = config.num_kv_blocks or SIMULATED_BLOCKS
+    first = 1 + max((i for i in range(min(1024, tokenizer.vocab_size)) if tokenizer.is_special(i)), default=-1)
+    simulated = SimulatedConfig(
+        num_blocks=blocks,
+        block_size=config.block_size,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=min(config.max_model_len or SIMULATED_CONTEXT, blocks * config.block_size),
+        step_seconds=config.simulated_step_ms / 1000,
+        token_seconds=config.simulated_token_ms / 1000,
+        first_token_id=first,
+        tokens_per_step=max(
+            16, int((config.max_step_ms - config.simulated_step_ms) / max(config.simulated_token_ms, 0.01))
+        ),
+    )
+    return SimulatedExecutor(simulated, hashed_token(first, tokenizer.vocab_size))
