@@ -114,13 +114,18 @@ def invalid(exc: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first.get('ctx', {}).get('error', 'unknown error')}")
-    param = _path(first, _field_names(model))
-    if not param:
+    names = _field_names(model)
+    paths = [_path(e, names) for e in errors]
+    if not paths[0]:
         return InvalidRequest("The body has to be a JSON object")
-    # A union reports one error per member: say all of them once.
-    words = dict.fromkeys(e["msg"] for e in errors if _path(e, _field_names(model)) == param)
-    message = "This field is required" if first["type"] == "missing" else " or ".join(words)
-    return InvalidRequest(f"{param}: {message}", param=param)
+    # A union reports errors for each of its members: the one that got deepest is the one that was meant.
+    path = max((p for p in paths if p.startswith(paths[0])), key=len)
+    words = dict.fromkeys(
+        "This field is required" if e["type"] == "missing" else e["msg"]
+        for e, p in zip(errors, paths, strict=True)
+        if p == path
+    )
+    return InvalidRequest(f"{path}: {' or '.join(words)}", param=path.rstrip(".0123456789"))
 
 
 def _path(error: ErrorDetails, names: frozenset[str]) -> str:

@@ -31,7 +31,8 @@ class TokenNames:
         """(name, bytes). The name of bytes that are no UTF-8 by themselves is their escape (``\\xf0\\x9f``)."""
         known = self._known.get(token_id)
         if known is None:
-            raw = self._tokenizer.token_bytes(token_id)
+            # A model may have more rows than its tokenizer has tokens.
+            raw = self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
             try:
                 name = raw.decode("utf-8")
             except UnicodeDecodeError:
