@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatsvc.api.frames import DONE, Shape, dumps_in_slices, error_event, usage
+from chatsvc.api.frames import DONE, Shape, dumps_in_slices, exception_event, usage
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
@@ -49,12 +49,12 @@ class Answer:
                         yield frame
         except ChatsvcError as exc:
             self.info.fields["outcome"] = "error"
-            yield error_event(exc)
+            yield exception_event(exc)
             return
         except Exception as exc:
             self.info.fields["outcome"] = "error"
             log.exception("stream of request %s failed", self.info.id)
-            yield error_event(exc)
+            yield exception_event(exc)
             return
         yield (self.shape.usage_chunk(usage(self.generations)) if include_usage else b"") + DONE
 

@@ -13,10 +13,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from chatsvc.api import admin, chat, completions, openapi, tokens
+from chatsvc.api import admin, chat, completions, openapi, sessions, tokens
 from chatsvc.api.errors import on_exception, on_http_exception
 from chatsvc.api.middleware import RequestMiddleware, request_info
 from chatsvc.api.services import ApiSettings, Services
+from chatsvc.api.turns import Turns
 from chatsvc.errors import ChatsvcError
 
 STATIC = Path(__file__).parent / "static"
@@ -28,14 +29,21 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(services: Services, extra_routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The ASGI app. All its state is in ``services``: several apps in one process do not share anything."""
+def create_app(services: Services, *, turns: Turns | None = None, extra_routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The ASGI app. All its state is in the arguments: several apps in one process do not share anything.
+
+    Args:
+        turns: the running turns of sessions. Who builds the app closes them before the store; without a store there
+            are neither sessions nor turns.
+        extra_routes: matched before the chat page.
+    """
     routes: list[BaseRoute] = [
         *chat.routes(services),
         *completions.routes(services),
         *tokens.routes(services),
         *admin.routes(services),
         openapi.route(),
+        *sessions.routes(services, turns),
         *extra_routes,
         *page_routes(),
     ]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from chatsvc.api.errors import describe
+from chatsvc.api.errors import describe, error_body
 from chatsvc.api.logprobs import CompletionLogprobs, TokenNames, chat_content
 from chatsvc.engine.output import Delta, FinishReason, Generation, OutputLog
 from chatsvc.scheduler.plan import SampledToken
@@ -50,8 +50,13 @@ def event(value: Any) -> bytes:
     return f"data: {dumps(value)}\n\n".encode()
 
 
-def error_event(exc: Exception) -> bytes:
+def error_event(message: str, code: str = "engine_error") -> bytes:
     """The event that ends a stream which went wrong. OpenAI's clients raise APIError on a ``data`` with ``error``."""
+    return b"event: error\n" + event(error_body(message, "server_error", None, code))
+
+
+def exception_event(exc: Exception) -> bytes:
+    """As :func:`error_event`, from the exception; what is not ours says nothing about the inside."""
     return b"event: error\n" + event(describe(exc)[2])
 
 
