@@ -13,13 +13,15 @@ from typing import Any
 import click
 import uvicorn
 
+from chatsvc.api import sessions
 from chatsvc.api.app import create_app
 from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
+from chatsvc.api.turns import Turns
 from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.config import ServeConfig
 from chatsvc.engine.build import Built, build
-from chatsvc.errors import ChatsvcError, ConfigError
+from chatsvc.errors import ChatsvcError, ConfigError, StoreError
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.select import open_store
 
@@ -90,7 +92,9 @@ class Server:
         built = build(config)
         store = open_store(config.session_store, config.session_ttl)
         services = self._services(built, store)
-        uv = _Uvicorn(server_config(create_app(services), host=config.host, port=config.port, grace=5))
+        turns = Turns(services, store)
+        app = create_app(services, sessions.routes(services, turns))
+        uv = _Uvicorn(server_config(app, host=config.host, port=config.port, grace=5))
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._on_signal, uv, built)
@@ -100,7 +104,7 @@ class Server:
             self._loading = asyncio.create_task(self._load(uv, built, url))
             await uv.serve(sockets=[sock])
         finally:
-            await self._close(built, store)
+            await self._close(built, turns, store)
         return 1 if self._failed else 0
 
     def _services(self, built: Built, store: SessionStore) -> Services:
@@ -110,14 +114,20 @@ class Server:
             tokenizer=built.tokenizer,
             template=built.template,
             model_name=config.served_model_name or built.files.name,
-            settings=ApiSettings(ping_interval=config.ping_interval, max_n=config.max_n),
+            settings=ApiSettings(
+                ping_interval=config.ping_interval, max_n=config.max_n, resume_grace=config.resume_grace
+            ),
             store=store,
             created=int(time.time()),
         )
 
     async def _open(self, store: SessionStore) -> None:
         await store.open()
-        interrupted = await store.interrupt_running()
+        try:
+            interrupted = await store.interrupt_running()
+        except StoreError as e:  # a Redis that comes later than we do: sessions answer 503 until it is there
+            log.warning("sessions are not available yet: %s", e)
+            return
         if interrupted:
             log.info("%d answers were cut off by the last stop and are marked interrupted", interrupted)
 
@@ -162,6 +172,7 @@ class Server:
         await built.engine.stop()
         uv.should_exit = True
 
-    async def _close(self, built: Built, store: SessionStore) -> None:
+    async def _close(self, built: Built, turns: Turns, store: SessionStore) -> None:
         await built.engine.stop()
+        await turns.close()
         await store.close()
