@@ -148,8 +148,13 @@ def _yarn(config: ModelConfig, pos_freqs: torch.Tensor) -> torch.Tensor:
 
 
 def _dynamic_inv_freq(config: ModelConfig, lens: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """[T, head_dim // 2]: up to the original length the plain frequencies, past it those of a larger base."""
+    """[T, head_dim // 2]: up to the original length the plain frequencies, past it those of a larger base.
+
+    One length at a time: transformers has one length, and a power of many numbers rounds differently from one power.
+    """
     dim, factor, original = config.head_dim, config.rope_scaling.factor, config.max_position_embeddings
-    base = config.rope_theta * ((factor * lens / original) - (factor - 1)) ** (dim / (dim - 2))
-    grown = 1.0 / (base[:, None] ** _exponents(dim))
-    return torch.where((lens > original)[:, None], grown, inv_freq)
+    rows = {}
+    for length in lens.unique():
+        base = config.rope_theta * ((factor * length / original) - (factor - 1)) ** (dim / (dim - 2))
+        rows[int(length)] = 1.0 / (base ** _exponents(dim)) if length > original else inv_freq
+    return torch.stack([rows[length] for length in lens.tolist()])
