@@ -13,7 +13,6 @@ from typing import Any
 import click
 import uvicorn
 
-from chatsvc.api import sessions
 from chatsvc.api.app import create_app
 from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
@@ -93,7 +92,7 @@ class Server:
         store = open_store(config.session_store, config.session_ttl)
         services = self._services(built, store)
         turns = Turns(services, store)
-        app = create_app(services, sessions.routes(services, turns))
+        app = create_app(services, turns=turns)
         uv = _Uvicorn(server_config(app, host=config.host, port=config.port, grace=5))
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
