@@ -134,14 +134,11 @@ def load_gguf(file: GGUFFile, dtype: torch.dtype, device: torch.device) -> Llama
     config = gguf_config(file)
     weights, slots = allocate(config, dtype, device)
     tensors: dict[str, FileTensor] = {}
-    shown: dict[str, str] = {}
     for tensor in file.tensors.values():
-        if tensor.name == _ROPE_FREQS:
-            continue
-        name = _hf_name(tensor.name)
-        shown[name] = tensor.name
-        tensors[name] = _unpermuted(tensor, config) if config.architecture == "llama" else tensor
-    check(slots, tensors, lambda name: shown.get(name, name))
+        if tensor.name != _ROPE_FREQS:
+            name = _hf_name(tensor.name)
+            tensors[name] = _unpermuted(tensor, config) if config.architecture == "llama" else tensor
+    check(slots, tensors, _gguf_name)
     for name, slot in slots.items():
         tensors[name].read_into(slot)
     return LlamaModel(config, weights, _rope_freqs(file, config))
@@ -155,10 +152,13 @@ class _Keys:
         self._values = values
 
     def refuse_unknown(self) -> None:
-        for key, value in self._values.items():
-            if key in _HANDLED or key in _HARMLESS or (key in _NEUTRAL and value == _NEUTRAL[key]):
-                continue
-            raise ModelError(f"{self._arch}.{key} = {value!r} is not supported")
+        refused = [
+            f"{self._arch}.{key} = {str(value)[:60]}"
+            for key, value in self._values.items()
+            if not (key in _HANDLED or key in _HARMLESS or (key in _NEUTRAL and value == _NEUTRAL[key]))
+        ]
+        if refused:
+            raise ModelError(f"the metadata asks for what is not supported: {'; '.join(refused)}")
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._values.get(key, default)
@@ -238,6 +238,19 @@ def _hf_name(name: str) -> str:
         return f"{_OUTER[stem]}.{kind}"
     if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)) and match[2] in _LAYER:
         return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
+    return name
+
+
+def _gguf_name(name: str) -> str:
+    """The reverse of :func:`_hf_name`, for messages."""
+    stem, _, kind = name.rpartition(".")
+    for ours, theirs in _OUTER.items():
+        if stem == theirs:
+            return f"{ours}.{kind}"
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+        for ours, theirs in _LAYER.items():
+            if match[2] == theirs:
+                return f"blk.{match[1]}.{ours}.{kind}"
     return name
 
 

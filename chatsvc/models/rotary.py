@@ -154,7 +154,9 @@ def _dynamic_inv_freq(config: ModelConfig, lens: torch.Tensor, inv_freq: torch.T
     """
     dim, factor, original = config.head_dim, config.rope_scaling.factor, config.max_position_embeddings
     rows = {}
-    for length in lens.unique():
-        base = config.rope_theta * ((factor * length / original) - (factor - 1)) ** (dim / (dim - 2))
-        rows[int(length)] = 1.0 / (base ** _exponents(dim)) if length > original else inv_freq
+    for length in set(lens.tolist()):
+        # A tensor and not a number: transformers computes the base in float32.
+        stretch = factor * torch.tensor(length) / original - (factor - 1)
+        grown = 1.0 / ((config.rope_theta * stretch ** (dim / (dim - 2))) ** _exponents(dim))
+        rows[length] = grown if length > original else inv_freq
     return torch.stack([rows[length] for length in lens.tolist()])

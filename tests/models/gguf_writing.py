@@ -97,7 +97,7 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def write(path: Path, arch: str, metadata: dict[str, Any], tensors: Tensors) -> ModelFiles:
-    """Write a file; values are stored as uint32, float32, bool or string by their Python type, None leaves a key out."""
+    """Write a file; a value is stored as uint32, float32, bool or string by its Python type, None leaves it out."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_array("tokenizer.ggml.tokens", ["a", "b", "é"])
     for key, value in metadata.items():

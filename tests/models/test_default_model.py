@@ -11,9 +11,11 @@ import pytest
 import torch
 from tiny_models import hf_logits, load_float32, our_logits
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from chatsvc.modelfiles import DEFAULT_MODEL, resolve
+from chatsvc.models.hf_config import parse_hf_config
 
 # "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\nGravity is a force that ..." in the model's ids
 CHAT = [1, 4093, 198, 1780, 314, 14398, 47, 2, 198, 1, 520, 9531, 198, 23835, 2289, 314, 253, 3104, 338, 26303, 2988]
@@ -26,16 +28,26 @@ def path() -> Path:
 
 @torch.inference_mode()
 def test_weights_and_logits_equal_transformers(path: Path) -> None:
-    config = load_gguf_checkpoint(str(path))["config"]
-    for key in ("architectures", "model_type", "_model_name_or_path"):
-        config.pop(key, None)
-    # transformers' reading has dropped this setting in some versions; the file says 1e-5.
-    reference = LlamaForCausalLM(LlamaConfig(**config | {"rms_norm_eps": 1e-5})).eval()
+    # The checkpoint's published configuration; transformers' reading of the metadata has lost rms_norm_eps at times.
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )
+    with no_init_weights():
+        reference = LlamaForCausalLM(config).eval()
     state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
     reference.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
 
     model = load_float32(resolve(DEFAULT_MODEL))
-    assert model.config.rms_norm_eps == 1e-5 and model.config.rope_theta == 100000.0
+    assert model.config == parse_hf_config(config.to_dict() | {"_name_or_path": ""})
     assert model.weights.lm_head is model.weights.embed
     for index, layer in enumerate(model.weights.layers):
         theirs = reference.model.layers[index]

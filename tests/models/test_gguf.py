@@ -162,12 +162,14 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     reference = tiny("llama")
     metadata, good = metadata_of(reference), tensors_of(reference)
     missing = {name: tensor for name, tensor in good.items() if name != "blk.1.ffn_up.weight"}
+    no_norm = {name: tensor for name, tensor in good.items() if name != "output_norm.weight"}
     extra = good | {"blk.0.attn_sinks.weight": (np.ones(4, dtype=np.float32), T.F32)}
     q_norm = good | {"blk.2.attn_q_norm.weight": (np.ones(16, dtype=np.float32), T.F32)}
     shape = good | {"blk.2.attn_k.weight": (np.ones((16, 64), dtype=np.float32), T.F32)}
     for index, (tensors, named) in enumerate(
         [
-            (missing, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+            (missing, r"missing: blk\.1\.ffn_up\.weight"),
+            (no_norm, r"missing: output_norm\.weight"),
             (extra, r"unexpected: blk\.0\.attn_sinks\.weight"),
             (q_norm, r"unexpected: blk\.2\.attn_q_norm\.weight"),
             (shape, r"blk\.2\.attn_k\.weight is \[16, 64\], expected \[32, 64\]"),

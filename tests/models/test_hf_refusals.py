@@ -26,8 +26,16 @@ from chatsvc.models.loader import load_config
         ("mistral", {"sliding_window": 32}, "sliding_window 32"),
         ("mistral", {"sliding_window": "absent", "max_position_embeddings": 8192}, "sliding_window 4096"),
         ("llama", {"sliding_window": 32}, "sliding_window 32"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2, "layer_types": None}, "32"),
-        ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, "8"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "layer_types": []},
+            "window 9",
+        ),
+        (
+            "qwen3",
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
+            "window 8",
+        ),
         ("qwen3", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import CachedAttend, assert_close, hf_logits, load_float32, our_logits, save, tiny, token_ids
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -109,16 +111,22 @@ def test_dynamic_does_not_depend_on_neighbours_or_chunks(tmp_path: Path) -> None
     assert model.shape.max_model_len == 64
 
 
-def test_rows_have_the_same_bits_however_the_table_grew(tmp_path: Path) -> None:
-    config = load_config(save(tiny("llama"), tmp_path))
-    far = torch.tensor([5, CHUNK - 1, CHUNK, 3000])
-    at_once = Rotary(config, CPU).cos_sin(far, torch.float32)
-    slowly = Rotary(config, CPU)
-    for position in (0, 5, 300, 301, 900, 2999):
-        slowly.cos_sin(torch.tensor([position]), torch.float32)
-    torch.set_num_threads(2)
-    for ours, theirs in zip(slowly.cos_sin(far, torch.float32), at_once, strict=True):
-        assert torch.equal(ours, theirs)
+@pytest.mark.parametrize("name", ["default", "llama3", "yarn"])
+@given(calls=st.lists(st.lists(st.integers(0, 12 * CHUNK), min_size=1, max_size=5), min_size=1, max_size=6))
+@settings(max_examples=15, deadline=None)
+def test_a_position_has_the_same_bits_however_the_table_grew(name: str, calls: list[list[int]]) -> None:
+    raw = {"model_type": "llama", "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
+    raw |= {"num_attention_heads": 1, "rope_parameters": SCALINGS[name]}
+    config = parse_hf_config(raw)
+    grown = Rotary(config, CPU)
+    for index, positions in enumerate(calls):
+        torch.set_num_threads(1 + index % 2)
+        for ours, alone in zip(
+            grown.cos_sin(torch.tensor(positions), torch.float32),
+            zip(*(Rotary(config, CPU).cos_sin(torch.tensor([p]), torch.float32) for p in positions), strict=True),
+            strict=True,
+        ):
+            assert torch.equal(ours, torch.cat(alone))
 
 
 @pytest.mark.parametrize(
