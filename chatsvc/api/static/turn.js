@@ -1,0 +1,93 @@
+// Reads one answer to its end, through lost connections: what was seen is never asked for twice.
+
+import { ApiError, ConnectionLost, readAnswer } from "./api.js";
+
+const TRIES = 8;
+const FIRST_WAIT = 300; // ms, doubled at each try, with some chance in it
+const LONGEST_WAIT = 8000;
+
+/** The turn is over, but how it went has to be looked up in the session. */
+export class TurnGone extends Error {}
+
+export class TurnReader {
+  /**
+   * @param {Api} api
+   * @param {string} sessionId
+   * @param {(item: object) => void} onNews
+   */
+  constructor(api, sessionId, onNews) {
+    this.api = api;
+    this.sessionId = sessionId;
+    this.onNews = onNews;
+    this.abort = new AbortController();
+    this.lastId = "";
+    this.began = performance.now();
+    this.firstAt = 0;
+    this.lastAt = 0;
+    this.usage = null;
+    this.whole = true; // seen from its first token on, so its times mean something
+  }
+
+  /** @param {(signal: AbortSignal) => Promise<Response|null>} open starts or joins the turn */
+  async run(open) {
+    let response = await open(this.abort.signal);
+    for (let tries = 0; ; ) {
+      try {
+        if (!response) throw new TurnGone();
+        for await (const item of readAnswer(response)) {
+          tries = 0;
+          if (this.take(item)) return;
+        }
+      } catch (error) {
+        if (error.name === "AbortError" || error instanceof TurnGone) throw error;
+        const lost = error instanceof ConnectionLost || error instanceof TypeError; // TypeError: fetch's broken body
+        if (!lost || ++tries > TRIES) throw lost ? new ConnectionLost() : error;
+      }
+      response = await this.rejoin(tries);
+    }
+  }
+
+  async rejoin(tries) {
+    for (;;) {
+      await this.sleep(Math.min(LONGEST_WAIT, FIRST_WAIT * 2 ** tries) * (0.75 + Math.random() / 2));
+      try {
+        return await this.api.rejoin(this.sessionId, this.lastId, this.abort.signal);
+      } catch (error) {
+        const again = error instanceof ApiError && (error.status === 0 || error.status >= 500);
+        if (!again || ++tries > TRIES) throw error;
+      }
+    }
+  }
+
+  take(item) {
+    if (item.id) this.lastId = item.id;
+    if (item.text) {
+      this.lastAt = performance.now();
+      this.firstAt ||= this.lastAt;
+    }
+    this.usage = item.usage || this.usage;
+    this.onNews(item);
+    return item.done;
+  }
+
+  /** {first: seconds to the first text, rate: tokens per second after it}; null when the start was not seen. */
+  timing() {
+    if (!this.whole || !this.firstAt) return null;
+    const span = (this.lastAt - this.firstAt) / 1000;
+    const tokens = (this.usage?.completion_tokens || 0) - 1;
+    return { first: (this.firstAt - this.began) / 1000, rate: span > 0 && tokens > 0 ? tokens / span : 0 };
+  }
+
+  stop() {
+    this.abort.abort();
+  }
+
+  sleep(ms) {
+    return new Promise((resolve, reject) => {
+      const gone = () => reject(new DOMException("left", "AbortError"));
+      if (this.abort.signal.aborted) return gone();
+      const timer = setTimeout(resolve, ms);
+      this.abort.signal.addEventListener("abort", () => (clearTimeout(timer), gone()), { once: true });
+    });
+  }
+}
