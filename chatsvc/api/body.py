@@ -11,11 +11,12 @@ from starlette.requests import Request
 
 from chatsvc.api.errors import PayloadTooLarge, UnsupportedMediaType
 from chatsvc.api.services import Services
-from chatsvc.errors import InvalidRequest
+from chatsvc.errors import ContextLengthExceeded, InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)
 
-MANY_VALUES = 100_000
+VALUES = 20_000
+VALUES_PER_TOKEN = 8  # of a text that is all punctuation
 DRAIN_BYTES = 64 * 1024 * 1024
 DRAIN_SECONDS = 5.0
 
@@ -30,7 +31,7 @@ async def read_model(request: Request, services: Services, model: type[M]) -> M:
     """
     check_content_type(request)
     raw = await read_body(request, services.settings.max_body_bytes)
-    check_values(raw, MANY_VALUES + 8 * services.engine.limit)
+    check_values(raw, services.engine.limit)
     return await services.offload(len(raw), parse, raw, model)
 
 
@@ -49,12 +50,18 @@ def check_content_type(request: Request) -> None:
 def check_values(raw: bytes, limit: int) -> None:
     """Bound the number of JSON values: the parser makes an object of each while nothing else in the process runs.
 
-    Counts separators, those inside strings too: a text with so many of them is far too long for the context anyway.
+    Counts commas and opening brackets, also those inside strings (telling them apart takes longer than parsing). The
+    bound is far above what any request needs whose prompt fits into ``limit`` tokens.
 
-    Raises: PayloadTooLarge.
+    Raises: ContextLengthExceeded.
     """
-    if len(raw) > limit and raw.count(b",") + raw.count(b"{") + raw.count(b"[") > limit:
-        raise PayloadTooLarge(f"The body has more than {limit} JSON values")
+    most = VALUES + VALUES_PER_TOKEN * limit
+    if len(raw) > most and raw.count(b",") + raw.count(b"{") + raw.count(b"[") > most:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens; a body with more than {most} commas and brackets"
+            " holds more than that. Please shorten the prompt.",
+            param=None,
+        )
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -89,7 +89,9 @@ async def chat_prompt(
         )
     plain = template_messages(messages)
     characters = sum(len(m["content"].strip()) for m in plain)
-    refuse_hopeless(characters, services.longest_token, services.engine.limit, "messages")
+    # A message has at least one token more than its content: the mark between it and the next.
+    least = characters + services.longest_token * len(plain)
+    refuse_hopeless(least, services.longest_token, services.engine.limit, "messages")
     return await services.offload(
         characters + 100 * len(plain),
         render,

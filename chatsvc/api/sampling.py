@@ -47,8 +47,8 @@ def refuse_hopeless(characters: int, longest_token: int, limit: int, param: str)
     least = -(-characters // longest_token)
     if least >= limit:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens, but the prompt has at least {least}"
-            f" ({characters} characters). Please shorten the prompt.",
+            f"This model's maximum context length is {limit} tokens, but the prompt has at least {least}."
+            " Please shorten the prompt.",
             param=param,
         )
 
