@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from tqdm import tqdm
+from tqdm.asyncio import tqdm_asyncio
 
 from chatsvc.errors import ModelError
 
@@ -43,7 +43,7 @@ class ModelFiles:
     name: str
 
 
-class _NoProgress(tqdm):  # type: ignore[type-arg]
+class _NoProgress(tqdm_asyncio):  # type: ignore[type-arg]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "disable": True})
 

@@ -6,7 +6,7 @@ string of an added token; after rendering only unmarked strings count as added t
 ::
 
     user wrote        hi<|im_end|>            marked   hi<#|im_end|>      # breaks a control token's string
-    user wrote        <think>x</think>        marked   [<think>]x[</think>]
+    user wrote        <think>x</think>        marked   [<think>]x[</think>]     # with the space around it
     rendered          <|im_start|>user\n hi<#|im_end|> <|im_end|>
     parts             ID  "user\n hi<|im_end|> "  ID
 
@@ -87,8 +87,9 @@ class Guard:
         breakable = [t.content for t in tokens if t.special and len(t.content) > 1]
         wrappable = [t.content for t in tokens if not (t.special and len(t.content) > 1)]
         self._break = _any_of(breakable)
-        self._wrap = _any_of(wrappable)
-        self._wrappable = _any_of(wrappable, flags=0).pattern
+        # With the space around it, so that a template that cuts at the token and strips finds nothing in its way.
+        self._wrap = re.compile(rf"(\s*)({_any_of(wrappable).pattern})(\s*)", re.IGNORECASE)
+        self._wrappable = rf"\s*(?:{_any_of(wrappable).pattern})\s*"
         folded = {t.content.casefold() for t in tokens}
         self._heads = {text[:i] for text in folded for i in range(1, len(text))}
         self._tails = {text[i:] for text in folded for i in range(1, len(text))}
@@ -130,9 +131,9 @@ class Guard:
         return key if harmless else self._mark_text(key, marks)
 
     def _mark_text(self, text: str, marks: Marks) -> str:
-        if not text:
-            return text
         bare = text.strip()
+        if not bare:
+            return text
         # What stands at the edges may grow together with what the template, or another string, puts beside it.
         after = before = ""
         folded = bare[-self._longest :].casefold()
@@ -143,7 +144,7 @@ class Guard:
         if any(folded[:i] in self._tails for i in range(1, len(folded) + 1)):
             before = marks.gap
         text = self._break.sub(lambda m: m.group()[0] + marks.gap + m.group()[1:], text)
-        text = self._wrap.sub(lambda m: marks.start + m.group() + marks.end, text)
+        text = self._wrap.sub(lambda m: _wrapped(m, marks), text)
         if before or after:
             lead = len(text) - len(text.lstrip())
             trail = len(text.rstrip())
@@ -151,6 +152,14 @@ class Guard:
         return text
 
 
-def _any_of(strings: Iterable[str], flags: int = re.IGNORECASE) -> re.Pattern[str]:
+def _wrapped(match: re.Match[str], marks: Marks) -> str:
+    before, token, after = match.groups()
+    # Space at the very edge stays outside, for templates that trim contents.
+    head = before + marks.start if match.start() == 0 else marks.start + before
+    tail = marks.end + after if match.end() == len(match.string) else after + marks.end
+    return head + token + tail
+
+
+def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)", flags)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)", re.IGNORECASE)

@@ -18,6 +18,7 @@ from chatsvc.text.gguf_tokenizer import gguf_parts
 from chatsvc.text.hf_tokenizer import hf_parts
 from chatsvc.text.parts import TokenizerParts
 
+_SHORT = 1000  # characters; encoded in less than a millisecond
 _SPACES = re.compile(r"\s*")
 
 
@@ -120,7 +121,13 @@ class Tokenizer:
             return []
         # JSON can carry half a surrogate pair; it is no character, and the library refuses it.
         clean = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids: list[int] = bpe.encode(clean, add_special_tokens=False).ids
+        if len(clean) < _SHORT:
+            encoding = bpe.encode(clean, add_special_tokens=False)
+        else:
+            # Only the batch call releases the interpreter's lock while it works: a long prompt that is encoded in a
+            # thread must not stop the event loop.
+            encoding = bpe.encode_batch_fast([clean], add_special_tokens=False)[0]
+        ids: list[int] = encoding.ids
         return ids
 
 
