@@ -64,19 +64,19 @@ def paged_attention(
     Returns:
         [T, num_heads, head_dim] in q's dtype, computed in q's dtype.
     """
-    num_heads = q.shape[1]
-    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    group = num_heads // num_kv_heads
+    block_size = k_cache.shape[1]
+    group = q.shape[1] // k_cache.shape[2]
     out = torch.empty_like(q)
     row = 0
     for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
+        # [seq_len, num_heads, head_dim]
         keys = torch.stack([k_cache[table[p // block_size], p % block_size] for p in range(seq_len)]).to(q.dtype)
         values = torch.stack([v_cache[table[p // block_size], p % block_size] for p in range(seq_len)]).to(q.dtype)
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         for i in range(query_len):
             visible = seq_len - query_len + i + 1
-            for head in range(num_heads):
-                kv_head = head // group
-                scores = keys[:visible, kv_head] @ q[row, head] * scale
-                out[row, head] = torch.softmax(scores, dim=0) @ values[:visible, kv_head]
+            scores = (keys[:visible] * q[row]).sum(dim=2) * scale
+            weights = torch.softmax(scores, dim=0)
+            out[row] = (weights[:, :, None] * values[:visible]).sum(dim=0)
             row += 1
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from chatsvc.models.attention.base import AttentionBackend, KVCache, StepLayout
@@ -19,6 +20,22 @@ class Shape:
     length: int
     shared: int = 0
     cached: int = 0
+
+
+def mixed(size: int) -> list[Shape]:
+    """Decode at the borders of a block, prefill with and without a prefix, shared blocks, fully cached prompts."""
+    return [
+        Shape(1, 2 * size + 1),
+        Shape(1, 1),
+        Shape(3, 3),
+        Shape(1, max(1, size - 1)),
+        Shape(1, size),
+        Shape(1, size + 1),
+        Shape(min(size, 32) + 2, 3 * size),
+        Shape(5, 2 * size + 5, shared=2),
+        Shape(1, 2 * size, shared=2, cached=1),
+        Shape(1, 2 * size, shared=1),
+    ]
 
 
 @dataclass(frozen=True)
@@ -60,12 +77,14 @@ def build(
     data = torch.full((total + 1, layers, 2, block_size, kv_heads, dim), poison, dtype=torch.float64)
     layer = layers - 1
     slot_mapping: list[int] = []
+    owned: set[int] = set()
     for shape, table in zip(shapes, tables, strict=True):
         start = shape.length - shape.query
         for position in range(shape.length):
             block, offset = table[position // block_size], position % block_size
             is_cached = position < start or position >= shape.length - shape.cached
-            if is_cached and not bool(torch.isfinite(data[block, layer, :, offset]).all()):
+            if is_cached and block * block_size + offset not in owned:
+                owned.add(block * block_size + offset)
                 data[block, layer, :, offset] = torch.randn(2, kv_heads, dim, generator=gen, dtype=torch.float64)
             if position >= start:
                 slot_mapping.append(-1 if is_cached else block * block_size + offset)
@@ -83,8 +102,15 @@ def build(
     )
 
 
+def _poisoned_empty_like(like: torch.Tensor, **options: object) -> torch.Tensor:
+    return torch.full_like(like, float("nan"), **options)
+
+
 def check(backend: AttentionBackend, case: Case) -> None:
-    """``backend`` equals the float64 reference, writes exactly the named slots, and touches no other layer."""
+    """``backend`` equals the float64 reference, writes exactly the named slots, and touches no other layer.
+
+    Its output buffer is full of NaN before, so a row that it forgets is seen.
+    """
     before = case.cache.data.clone()
     want_data = before.cpu().double()
     want_cache = KVCache(want_data)
@@ -106,7 +132,9 @@ def check(backend: AttentionBackend, case: Case) -> None:
     )
 
     meta = backend.prepare(case.layout, case.cache)
-    got = backend.forward(case.q, case.k, case.v, case.layer, case.cache, meta, case.scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", _poisoned_empty_like)
+        got = backend.forward(case.q, case.k, case.v, case.layer, case.cache, meta, case.scale)
 
     assert got.shape == case.q.shape
     assert got.dtype == case.q.dtype

@@ -103,11 +103,11 @@ class TorchBackend:
                 prefills.append(_prefill_unit(row, query_len, seq_len, blocks, stairs, data))
             row += query_len
         decodes = [_decode_unit(bucket, row, data) for bucket in _buckets(singles, size)]
-        largest = max((unit.gather.shape[0] for unit in [*decodes, *prefills]), default=0)
+        gathers = [unit.gather for unit in decodes] + [unit.gather for unit in prefills]
         return TorchMeta(
             written=None if every else torch.tensor(written, dtype=torch.int64, device=data.device),
             slots=(slots // size * (data.stride(0) // data.stride(3)) + slots % size).to(data.device),
-            scratch=data.new_empty(largest, data.stride(2)),
+            scratch=data.new_empty(max((g.shape[0] for g in gathers), default=0), data.stride(2)),
             decodes=decodes,
             prefills=prefills,
         )
@@ -200,7 +200,7 @@ def _decode_unit(bucket: list[_Single], num_rows: int, data: torch.Tensor) -> _D
 
 
 def _stairs(layout: StepLayout, data: torch.Tensor) -> torch.Tensor:
-    """[queries, base + queries] additive: row i sees column j when j <= i + base. Every mask of the step is a view of it.
+    """[queries, base + queries] additive: row i sees column j when j <= i + base. Every mask of the step is a view.
 
     ``base`` is its width less its height.
     """
