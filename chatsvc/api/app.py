@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 from chatsvc.api import admin, chat, completions, openapi, sessions, tokens
 from chatsvc.api.errors import on_exception, on_http_exception
 from chatsvc.api.middleware import RequestMiddleware, request_info
+from chatsvc.api.openapi_sessions import SESSION_OPERATIONS
 from chatsvc.api.services import ApiSettings, Services
 from chatsvc.api.turns import Turns
 from chatsvc.errors import ChatsvcError
@@ -52,12 +53,13 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
             are neither sessions nor turns.
         extra_routes: matched before the chat page.
     """
+    operations = openapi.OPERATIONS if services.store is None else (*openapi.OPERATIONS, *SESSION_OPERATIONS)
     routes: list[BaseRoute] = [
         *chat.routes(services),
         *completions.routes(services),
         *tokens.routes(services),
         *admin.routes(services),
-        openapi.route(),
+        openapi.route(operations),
         *sessions.routes(services, turns),
         *extra_routes,
         *page_routes(),

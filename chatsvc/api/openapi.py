@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,9 @@ class Operation:
         events: model of a stream's events.
         errors: status -> words; bodies are always :class:`~chatsvc.api.answers_schema.ErrorAnswer`.
         status: status -> words, for answers that are no errors in OpenAI's shape.
+        success: the status of success.
+        empty: when 204 is the answer, in words.
+        query: names of optional query parameters.
     """
 
     method: str
@@ -46,6 +50,9 @@ class Operation:
     media: str = "application/json"
     errors: Mapping[int, str] | None = None
     status: Mapping[int, str] | None = None
+    success: int = 200
+    empty: str | None = None
+    query: tuple[str, ...] = ()
 
 
 OPERATIONS = (
@@ -89,14 +96,14 @@ OPERATIONS = (
 )
 
 
-def document() -> dict[str, Any]:
+def document(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
     """The OpenAPI 3.1 description."""
     models: dict[type[BaseModel], None] = {answers.ErrorAnswer: None}
-    for operation in OPERATIONS:
+    for operation in operations:
         models |= {m: None for m in (operation.body, operation.answer, operation.events) if m is not None}
     _, components = models_json_schema([(m, "validation") for m in models], ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
         "openapi": "3.1.0",
@@ -107,10 +114,14 @@ def document() -> dict[str, Any]:
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.media: {"schema": _ref(operation.answer) if operation.answer else {}}}
+    content: dict[str, Any] = {}
+    if operation.answer is not None or operation.events is None:
+        content[operation.media] = {"schema": _ref(operation.answer) if operation.answer else {}}
     if operation.events is not None:
         content["text/event-stream"] = {"itemSchema": _ref(operation.events)}
-    responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
+    responses: dict[str, Any] = {str(operation.success): {"description": "Done", "content": content}}
+    if operation.empty is not None:
+        responses["204"] = {"description": operation.empty}
     for status, words in (operation.status or {}).items():
         responses[str(status)] = {"description": words, "content": content}
     error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
@@ -119,8 +130,11 @@ def _operation(operation: Operation) -> dict[str, Any]:
     out: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body is not None:
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
-    if "{id}" in operation.path:
-        out["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = re.findall(r"{(\w+)}", operation.path)
+    parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
+    parameters += [{"name": n, "in": "query", "required": False, "schema": {"type": "string"}} for n in operation.query]
+    if parameters:
+        out["parameters"] = parameters
     return out
 
 
@@ -128,9 +142,9 @@ def _ref(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": REF.format(model=model.__name__)}
 
 
-def route() -> Route:
+def route(operations: Sequence[Operation] = OPERATIONS) -> Route:
     """``GET /openapi.json``."""
-    body = document()
+    body = document(operations)
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -16,6 +17,8 @@ from wire import CHAT, Connection, events
 from chatsvc.api import openapi
 from chatsvc.api.answers_schema import KVSnapshot, ModelCard, ModelList
 from chatsvc.api.app import create_app
+from chatsvc.api.openapi_sessions import SESSION_OPERATIONS, SessionCard, SessionDeleted, SessionList
+from chatsvc.sessions.memory import MemoryStore
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -71,11 +74,15 @@ def test_the_block_maps_changes(server: Server, engine: ScriptedEngine) -> None:
         assert c.piece() == b": ping\n\n"
 
 
-def test_the_page_is_there_or_a_plain_404(http: httpx.Client) -> None:
+def test_UI_01_the_page_and_its_headers(http: httpx.Client) -> None:
     answer = http.get("/")
-    assert answer.status_code in (200, 404)
-    if answer.status_code == 404:
-        assert answer.json()["error"]["code"] == "not_found"
+    files = re.findall(r'(?:src|href)="(/static/[^"]+)"', answer.text)
+    assert files
+    for page in (answer, *(http.get(f) for f in files)):
+        policy = page.headers["content-security-policy"]
+        assert page.status_code == 200 and "script-src 'self'" in policy and "unsafe" not in policy
+        assert page.headers["x-content-type-options"] == "nosniff"
+    assert http.get("/static/nothing.js").json()["error"]["code"] == "not_found"
     assert http.get("/static/../app.py").status_code == 404
     assert http.get("/static/%2e%2e/app.py").status_code == 404
 
@@ -83,16 +90,34 @@ def test_the_page_is_there_or_a_plain_404(http: httpx.Client) -> None:
 # -- the description -----------------------------------------------------------------------------------------------
 
 
-def test_openapi_names_every_route_and_no_other(http: httpx.Client, server: Server) -> None:
-    document = http.get("/openapi.json").json()
+@pytest.mark.parametrize("store", [None, MemoryStore(60.0)], ids=["plain", "sessions"])
+def test_openapi_names_every_route_and_no_other(server: Server, store: MemoryStore | None) -> None:
+    services = dataclasses.replace(server.services, store=store)
+    operations = openapi.OPERATIONS if store is None else (*openapi.OPERATIONS, *SESSION_OPERATIONS)
+    document = openapi.document(operations)
     described = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
     offered = {
         (re.sub(r":path}", "}", route.path), method)
-        for route in create_app(server.services).routes
+        for route in create_app(services).routes
         if isinstance(route, Route) and route.path != "/"
         for method in (route.methods or set()) - {"HEAD"}
     }
     assert described == offered
+
+
+def test_openapi_is_true_about_sessions() -> None:
+    with Server(store=MemoryStore(60.0)) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert "/v1/sessions" in http.get("/openapi.json").json()["paths"]
+        made = http.post("/v1/sessions", json={"title": "t"})
+        assert made.status_code == 201
+        one = SessionCard.model_validate(made.json()).id
+        SessionList.model_validate(http.get("/v1/sessions").json())
+        said = http.post(f"/v1/sessions/{one}/messages", json={"content": "hi"})
+        assert said.status_code == 200 and "[DONE]" in said.text
+        full = SessionCard.model_validate(http.get(f"/v1/sessions/{one}").json())
+        assert [m.role for m in full.messages] == ["user", "assistant"]
+        SessionDeleted.model_validate(http.delete(f"/v1/sessions/{one}").json())
+        assert http.get(f"/v1/sessions/{one}").status_code == 404
 
 
 def test_openapi_refs_resolve_and_answers_are_described(http: httpx.Client) -> None:
