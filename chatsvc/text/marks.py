@@ -29,6 +29,7 @@ from chatsvc.text.parts import AddedToken
 # Supplementary private use areas: no letter, no space, no case, in no model's vocabulary.
 PRIVATE = range(0x100000, 0x10FFFE)
 _MAX_DEPTH = 64
+_SPACE = re.compile(r"\s*")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 _TYPES = frozenset({"text", "function", "object", "string", "number", "integer", "boolean", "array", "null"})
 
@@ -87,9 +88,8 @@ class Guard:
         breakable = [t.content for t in tokens if t.special and len(t.content) > 1]
         wrappable = [t.content for t in tokens if not (t.special and len(t.content) > 1)]
         self._break = _any_of(breakable)
-        # With the space around it, so that a template that cuts at the token and strips finds nothing in its way.
-        self._wrap = re.compile(rf"(\s*)({_any_of(wrappable).pattern})(\s*)", re.IGNORECASE)
-        self._wrappable = rf"\s*(?:{_any_of(wrappable).pattern})\s*"
+        self._wrap = _any_of(wrappable)
+        self._wrappable = rf"\s*(?:{self._wrap.pattern})\s*"
         folded = {t.content.casefold() for t in tokens}
         self._heads = {text[:i] for text in folded for i in range(1, len(text))}
         self._tails = {text[i:] for text in folded for i in range(1, len(text))}
@@ -144,20 +144,28 @@ class Guard:
         if any(folded[:i] in self._tails for i in range(1, len(folded) + 1)):
             before = marks.gap
         text = self._break.sub(lambda m: m.group()[0] + marks.gap + m.group()[1:], text)
-        text = self._wrap.sub(lambda m: _wrapped(m, marks), text)
+        text = self._wrapped(text, marks)
         if before or after:
             lead = len(text) - len(text.lstrip())
             trail = len(text.rstrip())
             text = text[:lead] + before + text[lead:trail] + after + text[trail:]
         return text
 
-
-def _wrapped(match: re.Match[str], marks: Marks) -> str:
-    before, token, after = match.groups()
-    # Space at the very edge stays outside, for templates that trim contents.
-    head = before + marks.start if match.start() == 0 else marks.start + before
-    tail = marks.end + after if match.end() == len(match.string) else after + marks.end
-    return head + token + tail
+    def _wrapped(self, text: str, marks: Marks) -> str:
+        """Put start and end marks around tokens, with the space beside them: a template that cuts at the token and
+        strips then finds nothing in its way. Space at the very edge stays outside, for templates that trim."""
+        out, at = [], 0
+        for match in self._wrap.finditer(text):
+            start, end = match.span()
+            left = at + len(text[at:start].rstrip())
+            right = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+            if right == len(text):
+                right = end
+            if left == 0:
+                left = start
+            out += [text[at:left], marks.start, text[left:right], marks.end]
+            at = right
+        return "".join(out) + text[at:] if out else text
 
 
 def _any_of(strings: Iterable[str]) -> re.Pattern[str]:

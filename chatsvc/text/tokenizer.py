@@ -8,6 +8,7 @@ underneath does not hold the added tokens at all.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 
 import tokenizers
@@ -18,8 +19,11 @@ from chatsvc.text.gguf_tokenizer import gguf_parts
 from chatsvc.text.hf_tokenizer import hf_parts
 from chatsvc.text.parts import TokenizerParts
 
+_WORD = frozenset({"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "Pc"})
 _SHORT = 1000  # characters; encoded in less than a millisecond
-_SPACES = re.compile(r"\s*")
+# Unicode's White_Space, which Rust's \s means; Python's \s holds four control characters more.
+_WHITE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_SPACES = re.compile(f"[{_WHITE}]*")
 
 
 class Tokenizer:
@@ -72,7 +76,7 @@ class Tokenizer:
             if start < at or (token.single_word and _touches_word(text, start, end)):
                 continue
             if token.lstrip:
-                start = at + len(text[at:start].rstrip())
+                start = at + len(text[at:start].rstrip(_WHITE))
             if token.rstrip:
                 end = _SPACES.match(text, end).end()  # type: ignore[union-attr]
             if start > at:
@@ -133,9 +137,10 @@ class Tokenizer:
 
 def _touches_word(text: str, start: int, end: int) -> bool:
     def is_word(char: str) -> bool:
-        return re.match(r"\w", char) is not None
+        # Rust's \w (Unicode TS 18): letters, marks, decimal digits, letter numbers, connectors, joiners.
+        return char != "" and (unicodedata.category(char) in _WORD or char in "\u200c\u200d")
 
-    return is_word(text[start - 1 : start]) or is_word(text[end : end + 1])
+    return is_word(text[start - 1 : start] if start else "") or is_word(text[end : end + 1])
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
