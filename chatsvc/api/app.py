@@ -53,6 +53,7 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
             are neither sessions nor turns.
         extra_routes: matched before the chat page.
     """
+    _ = services.longest_token  # looks at the whole vocabulary: now, and not inside the first request
     operations = openapi.OPERATIONS if services.store is None else (*openapi.OPERATIONS, *SESSION_OPERATIONS)
     routes: list[BaseRoute] = [
         *chat.routes(services),

@@ -216,9 +216,13 @@ def test_a_bug_of_ours_in_the_middle_tells_nothing_about_the_inside(
         return [65]
 
     engine.script = script
-    seen = stream(server.port, CHAT)
-    assert seen[-1]["error"]["code"] == "internal_error" and "secret" not in str(seen)
-    assert [r.levelname for r in caplog.records if "stream of request" in r.message] == ["ERROR"]
+    several = {"model": "tiny", "prompt": ["a", "b", "c"]}
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", several)):
+        caplog.clear()
+        seen = stream(server.port, body, path)
+        assert seen[-1]["error"]["code"] == "internal_error" and "secret" not in str(seen)
+        assert [r.levelname for r in caplog.records if "stream of request" in r.message] == ["ERROR"]
+        server.until(lambda e: not e.running)
 
 
 def test_a_cancelled_answer_ends_in_order(server: Server, engine: ScriptedEngine, http: Any) -> None:
