@@ -31,7 +31,9 @@ def prose(seed: int, sentences: int) -> str:
         "Never promise a {t} to anyone in {p} unless {d} of them are in stock.",
     )
     return " ".join(
-        rng.choice(forms).format(t=rng.choice(THINGS), p=rng.choice(PLACES), k=rng.randint(11, 99), d=rng.randint(3, 60))
+        rng.choice(forms).format(
+            t=rng.choice(THINGS), p=rng.choice(PLACES), k=rng.randint(11, 99), d=rng.randint(3, 60)
+        )
         for _ in range(sentences)
     )
 
@@ -59,14 +61,38 @@ def chats() -> list[dict[str, Any]]:
     add("whitespace", ("user", "   leading spaces\n\n\n   and    runs   of them   "))
     add("digits", ("user", "Continue: 1 12 123 1234 12345 123456"))
     add("json", ("user", 'Explain this: {"a": [1, 2, {"b": null}], "c": "d\\n"}'))
-    add("multi-2", ("user", "My name is Clara."), ("assistant", "Nice to meet you, Clara!"), ("user", "What is my name?"))
-    add("multi-3", ("system", "You are a friendly tutor."), ("user", "What is a prime number?"),
-        ("assistant", "A prime number has exactly two divisors: one and itself."), ("user", "Give me three of them."),
-        ("assistant", "2, 3 and 5 are prime numbers."), ("user", "And is 9 one?"))
-    add("multi-long", ("user", prose(1, 6)), ("assistant", prose(2, 4)), ("user", prose(3, 5)), ("assistant", "I see."),
-        ("user", "Please sum it all up."))
-    for i, question in enumerate(("How much is the teapot?", "May I return a violin after 20 days?",
-                                  "What is on page 42?", "Who in Lisbon wants a ladder?", "Tell me everything about Oslo.")):
+    add(
+        "multi-2",
+        ("user", "My name is Clara."),
+        ("assistant", "Nice to meet you, Clara!"),
+        ("user", "What is my name?"),
+    )
+    add(
+        "multi-3",
+        ("system", "You are a friendly tutor."),
+        ("user", "What is a prime number?"),
+        ("assistant", "A prime number has exactly two divisors: one and itself."),
+        ("user", "Give me three of them."),
+        ("assistant", "2, 3 and 5 are prime numbers."),
+        ("user", "And is 9 one?"),
+    )
+    add(
+        "multi-long",
+        ("user", prose(1, 6)),
+        ("assistant", prose(2, 4)),
+        ("user", prose(3, 5)),
+        ("assistant", "I see."),
+        ("user", "Please sum it all up."),
+    )
+    for i, question in enumerate(
+        (
+            "How much is the teapot?",
+            "May I return a violin after 20 days?",
+            "What is on page 42?",
+            "Who in Lisbon wants a ladder?",
+            "Tell me everything about Oslo.",
+        )
+    ):
         add(f"shared-{i}", ("system", shared), ("user", question))
     add("long-700", ("user", prose(11, 28) + " What is the cheapest thing?"))
     add("long-1500", ("user", prose(12, 60) + " Write a summary."))

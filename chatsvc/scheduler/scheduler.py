@@ -148,7 +148,9 @@ class Scheduler:
         """Tokens for each running sequence. Pure."""
         decoding = [s for s in self.running if s.decoding]
         if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
-            turn = sorted(self.running, key=lambda s: (s.last_step, s.order))[:budget]
+            others = (self.waiting or self.preempted) and len(self.running) < self.config.max_num_seqs
+            kept = max(1, budget // 8) if others and budget > 1 else 0  # and who waits still gets in
+            turn = sorted(self.running, key=lambda s: (s.last_step, s.order))[: budget - kept]
             return {s.seq_id: 1 for s in turn}
         shares = {s.seq_id: 1 for s in decoding}
         left = budget - len(decoding)

@@ -123,7 +123,9 @@ def check(chat: dict[str, Any], generation: Generation, tokens: int) -> None:
     want, logprobs, gaps = chat["tokens"][:tokens], chat["logprobs"][:tokens], chat["gaps"][:tokens]
     while ours != want:
         at = next(i for i, (a, b) in enumerate(zip(ours, want, strict=True)) if a != b)
-        assert gaps[at] < EXCUSE, f"{chat['name']}: token {at} is {ours[at]}, transformers says {want[at]} by {gaps[at]}"
+        assert gaps[at] < EXCUSE, (
+            f"{chat['name']}: token {at} is {ours[at]}, transformers says {want[at]} by {gaps[at]}"
+        )
         script, reference = transformers_model()
         rest = script.greedy(reference, chat["prompt"] + ours[: at + 1], tokens - at - 1)
         want = ours[: at + 1] + rest["tokens"]
