@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def test_mixed_batch(backend: AttentionBackend, block_size: int, dim: int, group
         [Shape(1, 32), Shape(1, 16)],
         [Shape(1, 1), Shape(1, 70), Shape(1, 17), Shape(1, 33, shared=1)],
         [Shape(1, 32, cached=1)],
+        [Shape(1, 150), Shape(1, 170), Shape(1, 161)],
     ],
     ids=str,
 )
@@ -98,10 +100,13 @@ def test_many_kv_heads_and_strided_inputs(backend: AttentionBackend) -> None:
     joined = torch.cat([case.q, case.k, case.v], dim=1).view(tokens, -1)
     q, k, v = (part.view(tokens, -1, 16) for part in joined.split([160, 80, 80], dim=1))
     assert not q.is_contiguous()
-    object.__setattr__(case, "q", q)
-    object.__setattr__(case, "k", k)
-    object.__setattr__(case, "v", v)
-    check(backend, case)
+    check(backend, dataclasses.replace(case, q=q, k=k, v=v))
+
+
+def test_cache_narrower_than_the_model(backend: AttentionBackend) -> None:
+    """float32 queries over a bfloat16 pool (K and V are representable in it, so the truth needs no rounding)."""
+    case = _build([Shape(1, 40), Shape(4, 20)], dim=16, dtype=BF16)
+    check(backend, dataclasses.replace(case, q=case.q.float(), k=case.k.float(), v=case.v.float()))
 
 
 def test_neighbours_nan_stays_with_the_neighbour(backend: AttentionBackend) -> None:
