@@ -38,18 +38,20 @@ JSON = st.recursive(
     max_leaves=8,
 )
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "tool"])}, optional={n: JSON for n in INNER if n != "role"}
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.just("x") | JSON},
+    optional={n: st.none() | JSON for n in INNER if n not in ("role", "content")},
 )
+PROMPT = st.text() | st.lists(st.text(max_size=3) | st.integers(-1, 300), max_size=3) | JSON
 BASE = st.fixed_dictionaries(
-    {"model": st.just("tiny"), "messages": st.lists(MESSAGE, min_size=1, max_size=3), "prompt": JSON}
+    {"model": st.just("tiny"), "messages": st.lists(MESSAGE, min_size=1, max_size=3), "prompt": PROMPT}
 )
-EXTRA = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4)
+EXTRA = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     BASE,
-    st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4),
+    st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3),
     st.sampled_from(["chat/completions", "completions"]),
 )
 def test_SH_01_no_body_is_ever_a_500(server: Server, http: httpx.Client, base: Any, extra: Any, path: str) -> None:
