@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 OUT = Path(__file__).parent.parent / "tests" / "exactness" / "chats.json"
 TOKENS = 64
-THINGS = "kettle ladder violin compass lantern teapot bicycle anchor mirror barrel".split()
-PLACES = "Lisbon Oslo Vienna Dublin Athens Prague Cairo Lima Geneva Tokyo".split()
+THINGS = ["kettle", "ladder", "violin", "compass", "lantern", "teapot", "bicycle", "anchor", "mirror", "barrel"]
+PLACES = ["Lisbon", "Oslo", "Vienna", "Dublin", "Athens", "Prague", "Cairo", "Lima", "Geneva", "Tokyo"]
 
 
 def prose(seed: int, sentences: int) -> str:

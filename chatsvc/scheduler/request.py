@@ -27,7 +27,7 @@ class Sequence:
     Attributes:
         tokens: prompt and output, int32.
         num_computed: positions below it have their K/V in the blocks of ``table``.
-        last_step: the last step that computed something for it (running sequences take turns by it).
+        turn: serial number of its last row; whose is lowest has waited longest.
         cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
         suspect: its last step failed together with others; it runs alone until it has proved innocent.
     """
@@ -40,7 +40,7 @@ class Sequence:
     num_prompt: int
     state: State = State.WAITING
     num_computed: int = 0
-    last_step: int = -1
+    turn: int = 0
     cached_tokens: int | None = None
     preemptions: int = 0
     suspect: bool = False

@@ -71,6 +71,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._next_seq_id = 0
         self._step = 0
+        self._turns = 0
         self._stored: list[Block] = []  # made findable by the step in flight
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Scheduler:
         if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
             others = (self.waiting or self.preempted) and len(self.running) < self.config.max_num_seqs
             kept = max(1, budget // 8) if others and budget > 1 else 0  # and who waits still gets in
-            turn = sorted(self.running, key=lambda s: (s.last_step, s.order))[: budget - kept]
+            turn = sorted(self.running, key=lambda s: s.turn)[: budget - kept]
             return {s.seq_id: 1 for s in turn}
         shares = {s.seq_id: 1 for s in decoding}
         left = budget - len(decoding)
@@ -270,7 +271,8 @@ class Scheduler:
             digest = self.manager.next_digest(seq.table, seq.tokens, end)
             if digest is not None:
                 claimed.add(digest)
-        seq.last_step = self._step
+        self._turns += 1
+        seq.turn = self._turns
         return ScheduledRow(
             seq_id=seq.seq_id,
             token_ids=tuple(seq.tokens[start:end]),

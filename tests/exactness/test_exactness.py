@@ -1,4 +1,4 @@
-"""Greedy output equals Hugging Face transformers, token for token, in every arrangement; log-probabilities within 1e-3."""
+"""Greedy output equals transformers', token for token, in every arrangement; log-probabilities within 1e-3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduler, block manager and the token-remembering executor in one synchronous loop, checked after every operation."""
+"""Scheduler, block manager and the token-remembering executor in one synchronous loop, checked after every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random walks over scheduler and block manager; every invariant after every operation, every token against the truth."""
+"""Random walks over scheduler and block manager; all invariants after each operation, each token against the truth."""
 
 from __future__ import annotations
 
