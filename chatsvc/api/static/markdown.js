@@ -1,7 +1,7 @@
 // A small, safe subset of Markdown, as DOM nodes. Every piece of text goes in through textContent; no attribute ever
 // holds text of the model, there are no links, no images and no raw HTML. What is not understood is shown as it stands.
 
-const FENCE = /^\s{0,3}(```+|~~~+)\s*([\w+#.-]*)[^`]*$/;
+const FENCE = /^\s{0,3}(```+|~~~+)\s*([^`]*?)\s*$/;
 const HEADING = /^\s{0,3}(#{1,4})\s+(.*?)\s*#*\s*$/;
 const BULLET = /^(\s*)([-*+])\s+(.*)$/;
 const NUMBER = /^(\s*)(\d{1,9})[.)]\s+(.*)$/;
