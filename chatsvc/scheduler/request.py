@@ -27,7 +27,7 @@ class Sequence:
     Attributes:
         tokens: prompt and output, int32.
         num_computed: positions below it have their K/V in the blocks of ``table``.
-        turn: serial number of its last row; whose is lowest has waited longest.
+        turn: serial number of its last turn; whose is lowest has waited longest.
         cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
         suspect: its last step failed together with others; it runs alone until it has proved innocent.
     """

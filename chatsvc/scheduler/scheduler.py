@@ -130,6 +130,8 @@ class Scheduler:
         claimed: set[bytes] = set()
         left = self.budget.limit
         shares = self._share(left)
+        for seq_id in shares:  # in the order of their claims, so that turns stay a queue
+            self._take_turn(self._sequences[seq_id])
         calm = True
         for seq in list(self.running):
             if seq.state is not State.RUNNING or seq.seq_id not in shares:
@@ -144,6 +146,10 @@ class Scheduler:
             rows += admitted
             left -= sum(len(r.token_ids) for r in admitted)
         return self._top_up(rows, left) if calm else rows
+
+    def _take_turn(self, seq: Sequence) -> None:
+        self._turns += 1
+        seq.turn = self._turns
 
     def _share(self, budget: int) -> dict[int, int]:
         """Tokens for each running sequence. Pure."""
@@ -243,6 +249,7 @@ class Scheduler:
             placed = self.manager.allocate(seq.table, seq.num_computed + n, match)
             assert placed, "admission asked for less than allocation"
             self._book_hits(seq)
+            self._take_turn(seq)
             self._leave(seq)
             seq.state = State.RUNNING
             bisect.insort(self.running, seq, key=lambda s: s.order)
@@ -271,8 +278,6 @@ class Scheduler:
             digest = self.manager.next_digest(seq.table, seq.tokens, end)
             if digest is not None:
                 claimed.add(digest)
-        self._turns += 1
-        seq.turn = self._turns
         return ScheduledRow(
             seq_id=seq.seq_id,
             token_ids=tuple(seq.tokens[start:end]),
