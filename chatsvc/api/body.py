@@ -7,7 +7,7 @@ from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from chatsvc.api.errors import PayloadTooLarge, UnsupportedMediaType
 from chatsvc.api.services import Services
@@ -78,11 +78,15 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise PayloadTooLarge(message, close=not await _drain(request))
     parts: list[bytes] = []
     size = 0
-    stream = request.stream()
-    async for part in stream:
+    more = True
+    while more:
+        event = await request.receive()
+        if event["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = event.get("body", b""), event.get("more_body", False)
         size += len(part)
         if size > limit:
-            raise PayloadTooLarge(message, close=not await _drain(request))
+            raise PayloadTooLarge(message, close=more and not await _drain(request))
         parts.append(part)
     return b"".join(parts)
 
