@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from chatsvc.cli.doctor import Finding, collect, command, render
+from chatsvc.config import ServeConfig
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.topic: finding.level for finding in findings}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_a_sound_machine(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/new/chats.db"
+    findings = collect(ServeConfig.of(session_store=store, port=str(free_port())))
+    found = levels(findings)
+    assert {"software", "processor", "memory", "gpu", "attention", "compiler", "model", "kv cache"} <= set(found)
+    assert "fail" not in found.values()
+    text = render(findings)
+    assert "Ready to serve." in text and "SmolLM2" in text and "49152 tokens" in text
+    assert list(tmp_path.iterdir()) == [], "looking changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "topic", "text"),
+    [
+        ({"model": "nonsense"}, "model", "no file or directory nonsense"),
+        ({"model": "owner/unknown"}, "model", "chatsvc pull owner/unknown"),
+        ({"attention_backend": "cpu"}, "kernels", "--attention-backend cpu"),
+        ({"session_store": "mongo://x"}, "store", "mongo://"),
+        ({"session_store": "redis://127.0.0.1:1/0"}, "store", "Redis"),
+        ({"kv_cache_memory": "900TiB"}, "kv cache", "lower --kv-cache-memory"),
+    ],
+)
+def test_what_is_missing_is_named(options: dict[str, str], topic: str, text: str) -> None:
+    findings = collect(ServeConfig.of(**{"session_store": "memory://", **options}))
+    assert levels(findings)[topic] == "fail"
+    assert any(text in finding.text for finding in findings if finding.topic == topic)
+    assert "will not work" in render(findings)
+
+
+def test_warnings_do_not_fail() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        found = levels(collect(ServeConfig.of(session_store="memory://", port=port)))
+    assert found["address"] == found["sessions"] == "warn"
+    assert "fail" not in found.values()
+
+
+def test_exit_code() -> None:
+    runner = CliRunner()
+    assert runner.invoke(command, ["--session-store", "memory://"]).exit_code == 0
+    result = runner.invoke(command, ["--model", "nonsense"])
+    assert result.exit_code == 1 and "FAIL" in result.output
