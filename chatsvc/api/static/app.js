@@ -25,6 +25,7 @@ class Page {
     this.views = [];
     this.turn = null; // the TurnReader of the answer under way
     this.parent = undefined; // where an edited message goes; undefined: not editing
+    this.unsent = ""; // the words of the last message, until the server has taken them
     this.epoch = 0; // counts conversations shown, so that late answers of one left do nothing
     this.actions = {
       branches: (m) => {
@@ -254,6 +255,7 @@ class Page {
     if (this.turn) return;
     const epoch = this.epoch;
     const parent = this.parent === undefined ? this.leaf : this.parent;
+    this.unsent = text;
     $("input").value = "";
     this.grow();
     this.edit(null);
@@ -277,11 +279,7 @@ class Page {
       return this.api.send(this.session.id, body, signal);
     };
     const reader = this.reader();
-    await this.follows(reader, open, () => {
-      $("input").value ||= text;
-      this.grow();
-      this.submit();
-    });
+    await this.follows(reader, open, () => this.send(text));
   }
 
   async redo(message) {
@@ -337,7 +335,7 @@ class Page {
   async settle(reader, failed, retry) {
     const epoch = this.epoch;
     const aborted = failed?.name === "AbortError";
-    if (failed && !aborted && failed.status === 409 && failed.turnId) return this.elsewhere(retry);
+    if (failed && !aborted && failed.status === 409 && failed.turnId) return this.elsewhere();
     const kept = failed && !aborted && !this.answer.message.content;
     let session = null;
     if (reader.sessionId) session = await this.api.session(reader.sessionId).catch(() => null);
@@ -352,12 +350,14 @@ class Page {
       }
       if (failed && !aborted && last && last.message.status !== "done") {
         last.fail(failed.message, "Try again", () => this.redo(last.message));
+        this.toEnd();
       }
       if (last?.message.status === "running") this.joinIfRunning();
     } else if (failed && !aborted) {
       this.answer.update({ status: "failed" });
       this.answer.fail(failed.message, "Try again", () => this.again(retry), failed.retryAfter);
       this.busy(false);
+      this.toEnd();
     } else {
       this.answer.update({ status: "cancelled" });
       this.busy(false);
@@ -365,12 +365,14 @@ class Page {
     this.sidebar.refresh();
   }
 
-  /** Another tab has a running answer in this conversation: show that one, then try ours. */
-  async elsewhere(retry) {
+  /** Another tab has a running answer in this conversation: show that one; our words wait in the box. */
+  elsewhere() {
     this.answer.update({ status: "failed" });
     this.answer.fail("Another answer is running in this conversation.", "Show it", () => this.reload());
+    $("input").value ||= this.unsent;
+    this.grow();
     this.busy(false);
-    void retry;
+    this.toEnd();
   }
 
   again(retry) {
