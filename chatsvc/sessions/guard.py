@@ -8,12 +8,14 @@ operation: it runs in a task of its own to its end (its own time-outs bound it),
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from chatsvc.errors import StoreError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Guard:
@@ -38,13 +40,15 @@ class Guard:
         task.add_done_callback(self._ended)
         done, _ = await asyncio.wait({task}, timeout=self._deadline)
         if not done:
-            raise StoreError(f"{self._what} did not answer within {self._deadline:g} s.")
+            raise StoreError(f"The {self._what} session store did not answer within {self._deadline:g} s.")
         if task.cancelled():
             raise StoreError(f"The {self._what} session store is being closed.")
         try:
             return task.result()
         except self._errors as error:
-            raise StoreError(f"{self._what} cannot answer: {type(error).__name__}: {error}") from error
+            # Callers of the API read the message: it names no address. The log has it all.
+            log.warning("%s: %s: %s", self._what, type(error).__name__, error)
+            raise StoreError(f"The {self._what} session store cannot answer.") from error
 
     def _ended(self, task: asyncio.Future[T]) -> None:
         self._tasks.discard(task)  # type: ignore[arg-type]
