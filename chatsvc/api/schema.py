@@ -65,7 +65,7 @@ class StreamOptions(Body):
 class GenerateFields(SamplingFields):
     """Common to chat and plain completions."""
 
-    model: str = Field(description="the served model's name")
+    model: str | None = Field(None, description="the served model's name; without it: the one that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="only together with stream")
 
