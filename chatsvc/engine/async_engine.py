@@ -98,10 +98,10 @@ class AsyncEngine:
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._measure_lag())]
 
     async def stop(self) -> None:
-        """End everything that still runs (as aborted) and stop the executor. Idempotent."""
+        """End everything that still runs (with an error, so that no cut answer looks whole) and stop. Idempotent."""
         self._draining = True
         for running in list(self._running.values()):
-            self._abort(running)
+            self._abort(running, "error", "the server was shut down before the answer was complete", 503)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -58,7 +58,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("priority", [str(2**31), "1.5", '"1"']),
     ("cache_salt", ["5", "[]"]),
     ("user", ["5"]),
-    ("model", ["5", "null"]),
+    ("model", ["5"]),
 ]  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class KVCache:
 
 
 class AttentionBackend(Protocol):
-    """``prepare`` is called once per step, ``forward`` once per layer. Written K/V is visible to every row of the step."""
+    """``prepare`` is called once a step, ``forward`` once a layer. Written K/V is visible to every row of the step."""
 
     name: str
 
