@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
@@ -275,9 +276,9 @@ class Turns:
         reason = turn.generation.logs[0].finish_reason
         if reason in ("stop", "length"):
             return "done"
-        if reason == "error":
-            return "failed"
-        return turn.ended_as or ("cancelled" if self._services.engine.ready else "interrupted")
+        if not self._services.engine.ready:  # the server stops, or its engine died
+            return turn.ended_as or "interrupted"
+        return "failed" if reason == "error" else turn.ended_as or "cancelled"
 
     def _prompt_ids(self, turn: Turn) -> list[int]:
         """The ids that stand for this answer in the prompts of later turns.
@@ -317,12 +318,16 @@ class Turns:
         begun = cursor > 0
         async with closing(turn.generation.read([min(cursor, len(choice.tokens))])) as reads:
             async for (delta,) in reads:
-                if delta.finish_reason == "error":
-                    yield error_event(delta.error or "The generation failed")
-                    return
                 text = delta.text
                 if has_tail and choice.tail and text.endswith(choice.tail):
                     text = text[: -len(choice.tail)]
+                if delta.finish_reason == "error":
+                    if text:
+                        yield _chunk(turn, head, replace(delta, finish_reason=None), text, not begun, False).encode()
+                    with suppress(StoreError):
+                        await self._await_saved(turn)
+                    yield error_event(delta.error or "The generation failed")
+                    return
                 if text or delta.finish_reason is not None:
                     yield _chunk(turn, head, delta, text, not begun, bool(choice.tail)).encode()
                     begun = True
