@@ -2,7 +2,8 @@
 
 The event loop owns everything that changes: requests, sequences, blocks. No locks. Only the forward pass leaves it, as
 plain rows, and while a step is in flight nothing that the step names is freed: aborts of running sequences wait for
-its end.
+its end. One request's fault stays its own: whatever happens while its tokens are computed or published, the others
+go on; only a fault of the scheduler itself ends the engine.
 """
 
 from __future__ import annotations
@@ -10,27 +11,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from chatsvc.cache.manager import BlockManager
+from chatsvc.engine.checks import check_request, checked_result
 from chatsvc.engine.kvview import KVView
 from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation
 from chatsvc.engine.publisher import Choice, Running
-from chatsvc.errors import ContextLengthExceeded, EngineDead, InvalidRequest, Overloaded
+from chatsvc.errors import Conflict, EngineDead, EngineError, Overloaded
 from chatsvc.runtime.executor import Executor, KVCapacity
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
-from chatsvc.scheduler.plan import SchedulerOutput
+from chatsvc.scheduler.plan import SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
 from chatsvc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-LAG_INTERVAL = 0.1
+TICK = 0.1
 IDLE_CHECK_BLOCKS = 100_000  # a pool up to this size is proven whole whenever the engine falls idle
 
 
@@ -43,7 +46,8 @@ class EngineConfig:
         watermark_tokens: room kept for each running sequence when a new one is admitted; None: one block.
         max_queue: requests that wait; one more is refused.
         queue_timeout: a request that has waited longer is failed.
-        stuck_after: a step that takes longer makes the engine unhealthy.
+        stuck_after: a step that takes longer makes the engine unhealthy, and new requests are refused.
+        give_up_after: a step that takes longer fails every request that is here; the engine goes on if it ever ends.
     """
 
     block_size: int = 16
@@ -56,13 +60,26 @@ class EngineConfig:
     max_queue: int = 256
     queue_timeout: float = 60.0
     stuck_after: float = 10.0
+    give_up_after: float = 60.0
 
 
 class AsyncEngine:
-    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+    """``make_manager`` and ``make_scheduler`` are there for the bench, whose baselines are other ones of each."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        *,
+        make_manager: Callable[..., BlockManager] = BlockManager,
+        make_scheduler: Callable[[SchedulerConfig, BlockManager, StepBudget], Scheduler] = Scheduler,
+    ) -> None:
         self.config = config
         self.executor = executor
         self.tokenizer = tokenizer
+        self._make_manager = make_manager
+        self._make_scheduler = make_scheduler
         self.metrics = Metrics(lambda: self._scheduler)
         self._scheduler: Scheduler | None = None
         self._capacity: KVCapacity | None = None
@@ -75,16 +92,24 @@ class AsyncEngine:
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._stopped = False
         self._dead: str | None = None
         self._views: set[KVView] = set()
 
     # -- life --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model off the loop, then begin to step. Raises: ConfigError, ModelError."""
+        """Load the model off the loop, then begin to step.
+
+        Raises:
+            ConfigError, ModelError: cannot start.
+            EngineDead: ``stop`` was called meanwhile.
+        """
         capacity = self._capacity = await asyncio.to_thread(self.executor.start)
+        if self._stopped:
+            raise EngineDead("the engine was stopped while it loaded")
         c = self.config
-        manager = BlockManager(
+        manager = self._make_manager(
             capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret
         )
         budget = StepBudget(
@@ -94,19 +119,28 @@ class AsyncEngine:
         )
         watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
         scheduler_config = SchedulerConfig(c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids)
-        self._scheduler = Scheduler(scheduler_config, manager, budget)
-        self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._measure_lag())]
+        self._scheduler = self._make_scheduler(scheduler_config, manager, budget)
+        self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._tick())]
 
     async def stop(self) -> None:
-        """End everything that still runs (with an error, so that no cut answer looks whole) and stop. Idempotent."""
-        self._draining = True
+        """End everything that still runs (with an error, so that no cut answer looks whole) and stop. Idempotent.
+
+        A step that is in flight is waited for, but no longer than ``stuck_after``.
+        """
+        self._draining = self._stopped = True
         for running in list(self._running.values()):
             self._abort(running, "error", "the server was shut down before the answer was complete", 503)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        await asyncio.to_thread(self.executor.stop)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self.executor.stop), self.config.stuck_after)
+        except TimeoutError:
+            log.error("the executor did not stop within %g s", self.config.stuck_after)
+        self._apply_aborts()
+        for view in self._views:
+            view.close()
 
     def begin_drain(self) -> None:
         """Take no new requests; those that are here go on."""
@@ -176,40 +210,36 @@ class AsyncEngine:
     ) -> Generation:
         """Queue a request and return its readers' side. Everything that can be refused is refused here, at once.
 
-        Raises: InvalidRequest, ContextLengthExceeded, Overloaded, EngineDead.
+        Raises: InvalidRequest, ContextLengthExceeded, Conflict (the id is in use), Overloaded, EngineDead.
         """
-        self._check(prompt_token_ids, params)
+        self._check(request_id, prompt_token_ids, params)
         now = time.perf_counter()
         request = Request(request_id, prompt_token_ids, params, now, tenant, cache_salt, priority)
         self.scheduler.add(request)
-        generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(request_id), now)
-        running = Running(request, generation, self.tokenizer)
+        generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(request), now)
+        try:
+            running = Running(request, generation, self.tokenizer)
+        except Exception:
+            for seq in request.sequences:
+                self.scheduler.finish(seq, "error")
+            raise
         self._running[request_id] = running
         for choice in running.choices:
             self._by_seq[choice.sequence.seq_id] = (running, choice)
         self._wake.set()
         return generation
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._draining:
             raise Overloaded("the server is shutting down", status=503, retry_after=5)
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if len(prompt) >= self.limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; prompt and answer together may have {self.limit}"
-            )
-        if len(prompt) + params.max_tokens > self.limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; together they may have "
-                f"{self.limit}",
-                param="max_tokens",
-            )
-        if params.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        queued = sum(1 for _ in self._queued())
+        if request_id in self._running:
+            raise Conflict(f"a request with the id {request_id} is running")
+        check_request(prompt, params, limit=self.limit, vocab_size=self.capacity.vocab_size)
+        if not self.healthy:
+            raise Overloaded("the engine is stuck in a step", status=503, retry_after=5)
+        queued = len(self._queued())
         if queued >= self.config.max_queue:
             raise Overloaded(f"the queue is full ({queued} requests wait)", status=429, retry_after=2)
 
@@ -221,14 +251,15 @@ class AsyncEngine:
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request; False when nothing of that name runs."""
-        if request_id not in self._running:
+        running = self._running.get(request_id)
+        if running is None:
             return False
-        self._cancel(request_id)
+        self._abort(running)
         return True
 
-    def _cancel(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
+    def _cancel(self, request: Request) -> None:
+        running = self._running.get(request.request_id)
+        if running is not None and running.request is request:  # the id may have gone to another one since
             self._abort(running)
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -236,7 +267,6 @@ class AsyncEngine:
     async def _loop(self) -> None:
         try:
             while True:
-                self._expire()
                 if not self.scheduler.has_work:
                     self._fell_idle()
                     self._wake.clear()
@@ -245,9 +275,11 @@ class AsyncEngine:
                 await self._step()
         except asyncio.CancelledError:
             raise
-        except Exception as e:
+        except BaseException as e:
             log.exception("the engine died")
             self._die(f"the engine died: {type(e).__name__}: {e}")
+            if not isinstance(e, Exception):
+                raise
 
     async def _step(self) -> None:
         plan = self.scheduler.schedule()
@@ -256,7 +288,7 @@ class AsyncEngine:
             self._note_scheduled(row.seq_id, now)
         self._in_flight, self._step_began = plan, now
         try:
-            result = await asyncio.wrap_future(self.executor.submit(plan))
+            result = await self._execute(plan)
         except Exception as e:  # the step, not the engine: whose fault it was is found out by trying one by one
             log.exception("step %d with %d rows failed", plan.step, len(plan.rows))
             updates = self.scheduler.step_failed(plan, f"{type(e).__name__}: {e}")
@@ -268,10 +300,23 @@ class AsyncEngine:
             self._in_flight = self._step_began = None
         now = time.perf_counter()
         for update in updates:
-            self._publish(update, now)
+            try:
+                self._publish(update, now)
+            except Exception as e:
+                log.exception("publishing a token failed")
+                self._fail(update.sequence, f"the text could not be made: {type(e).__name__}: {e}")
         self._apply_aborts()
-        for view in self._views:
-            view.changed()
+
+    async def _execute(self, plan: SchedulerOutput) -> StepResult:
+        future = asyncio.wrap_future(self.executor.submit(plan))
+        try:
+            result = await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineError("the executor dropped the step") from None
+        return checked_result(plan, result, self.capacity.vocab_size)
 
     def _note_scheduled(self, seq_id: int, now: float) -> None:
         running, choice = self._by_seq[seq_id]
@@ -299,6 +344,13 @@ class AsyncEngine:
                 reason: FinishReason = "stop" if update.finish_reason == "stop" else "length"
                 self._end(running, choice, reason, stop=update.stop_reason)
             generation.notify()
+        self._forget_if_done(running)
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        running, choice = self._by_seq[sequence.seq_id]
+        self.scheduler.finish(sequence, "error")
+        self._end(running, choice, "error", error=error)
+        running.generation.notify()
         self._forget_if_done(running)
 
     def _observe_tokens(self, generation: Generation, choice: Choice, count: int, now: float) -> None:
@@ -350,6 +402,11 @@ class AsyncEngine:
         self._aborted.append(running)
         if self._in_flight is None:
             self._apply_aborts()
+        else:  # who waits owns nothing that the step names
+            for seq in running.request.sequences:
+                if seq.state is not State.RUNNING:
+                    self.scheduler.finish(seq, "abort")
+            self._forget_if_done(running)
         self._wake.set()
 
     def _apply_aborts(self) -> None:
@@ -358,11 +415,18 @@ class AsyncEngine:
                 self.scheduler.finish(seq, "abort")
             self._forget_if_done(running)
         self._aborted.clear()
+        for view in self._views:
+            view.changed()
 
     def _expire(self) -> None:
-        limit = time.perf_counter() - self.config.queue_timeout
+        """Fail who has waited too long in the queue, or for a step that does not end."""
+        now = time.perf_counter()
+        began, limit = self._step_began, self.config.give_up_after
+        if began is not None and now - began > limit:
+            for running in list(self._running.values()):
+                self._abort(running, "error", f"the engine has been stuck in a step for {limit:g} s", 503)
         for running in self._queued():
-            if running.request.arrival > limit:
+            if now - running.request.arrival < self.config.queue_timeout:
                 break
             waited = f"the request waited {self.config.queue_timeout:g} s in the queue without being started"
             self._abort(running, "error", waited, 503)
@@ -376,6 +440,8 @@ class AsyncEngine:
         self._running.clear()
         self._by_seq.clear()
         self._idle.set()
+        for view in self._views:
+            view.close()
 
     def _fell_idle(self) -> None:
         """With nothing to do there is time to prove that nothing leaked; what is found is said and survived."""
@@ -384,14 +450,17 @@ class AsyncEngine:
         try:
             self.scheduler.check_integrity()
             assert self.scheduler.manager.pool.num_used == 0, "blocks in use while nothing runs"
-        except AssertionError:
+        except Exception:
             log.exception("the KV pool is not whole although the engine is idle; please report this")
 
-    async def _measure_lag(self) -> None:
+    async def _tick(self) -> None:
+        """What must happen while a step does not end: the queue's time limit, and how late the loop is."""
         while True:
-            due = time.perf_counter() + LAG_INTERVAL
-            await asyncio.sleep(LAG_INTERVAL)
+            due = time.perf_counter() + TICK
+            await asyncio.sleep(TICK)
             self.metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
+            if self._dead is None:
+                self._expire()
 
     # -- looking in --------------------------------------------------------------------------------------------
 
@@ -404,8 +473,9 @@ class AsyncEngine:
         view = KVView(self.scheduler, self._name_of)
         self._views.add(view)
         try:
-            async for event in view.events():
-                yield event
+            async with aclosing(view.events()) as events:
+                async for event in events:
+                    yield event
         finally:
             self._views.discard(view)
 

@@ -232,7 +232,7 @@ class Scheduler:
         reserved = sum(
             max(0, self.manager.blocks_for(len(s.tokens)) - len(s.table.blocks)) for s in self.running if not s.decoding
         )
-        for seq in [*self.preempted, *self.waiting.values()]:
+        for seq in self._candidates():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs or passed_over > MAX_PASSED_OVER:
                 break
             match = self.manager.match(seq.table, seq.tokens)
@@ -257,6 +257,10 @@ class Scheduler:
             rows.append(self._row(seq, n, claimed))
             budget -= n
         return rows
+
+    def _candidates(self) -> list[Sequence]:
+        """Who may be admitted, in this order. The bench's static baseline narrows it to the members of its batch."""
+        return [*self.preempted, *self.waiting.values()]
 
     def _book_hits(self, seq: Sequence) -> None:
         hits = seq.num_computed
