@@ -20,7 +20,7 @@ from chatsvc.api.turns import Turns
 from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.config import ServeConfig
 from chatsvc.engine.build import Built, build
-from chatsvc.errors import ChatsvcError, ConfigError, StoreError
+from chatsvc.errors import ChatsvcError, ConfigError, EngineDead, StoreError
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.select import open_store
 
@@ -133,6 +133,8 @@ class Server:
     async def _load(self, uv: uvicorn.Server, built: Built, url: str) -> None:
         try:
             await built.engine.start()
+        except EngineDead:  # a signal came while it loaded
+            return
         except ChatsvcError as e:
             log.error("%s", e)
             self._failed = uv.should_exit = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from chatsvc.scheduler.request import Sequence
@@ -17,8 +17,14 @@ class KVView:
         self._scheduler = scheduler
         self._name_of = name_of
         self._changed = asyncio.Event()
+        self._closed = False
 
     def changed(self) -> None:
+        self._changed.set()
+
+    def close(self) -> None:
+        """The engine has stopped: the events end after what is still new."""
+        self._closed = True
         self._changed.set()
 
     def snapshot(self) -> dict[str, Any]:
@@ -50,7 +56,7 @@ class KVView:
             }
         return blocks, sequences
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """``{"type": "snapshot", ...}`` once, then ``{"type": "change", "blocks", "sequences", "gone"}``."""
         blocks, sequences = self._collect()
         yield {"type": "snapshot", **self.snapshot()}
@@ -67,4 +73,6 @@ class KVView:
             blocks, sequences = now_blocks, now_sequences
             if change["blocks"] or change["sequences"] or change["gone"]:
                 yield change
+            if self._closed:
+                return
             await asyncio.sleep(MIN_INTERVAL)

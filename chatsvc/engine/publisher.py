@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from chatsvc.engine.output import FinishReason, Generation, OutputLog
@@ -10,6 +11,8 @@ from chatsvc.scheduler.request import Request, Sequence
 from chatsvc.text.detokenizer import IncrementalDetokenizer
 from chatsvc.text.stop import StopMatcher
 from chatsvc.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class Running:
     def __init__(self, request: Request, generation: Generation, tokenizer: Tokenizer) -> None:
         self.request = request
         self.generation = generation
+        self._vocab_size = tokenizer.vocab_size
         self.choices = [
             Choice(s, log, IncrementalDetokenizer(tokenizer), StopMatcher(request.params.stop))
             for s, log in zip(request.sequences, generation.logs, strict=True)
@@ -37,13 +41,17 @@ class Running:
     def append(self, choice: Choice, tokens: list[SampledToken], ended: str | None) -> str | None:
         """Append tokens to the log; returns the stop string that was found, if one was.
 
-        The token that ended the choice (an end token or a stop token id) is logged without text.
+        The token that ended the choice (an end token or a stop token id) is logged without text. Stop strings are not
+        looked for in the text of the first ``min_tokens`` tokens.
         """
         last = len(tokens) - 1
         for i, token in enumerate(tokens):
-            silent = ended == "stop" and i == last
+            # A model may have more rows than its tokenizer has tokens: those have no text either.
+            silent = (ended == "stop" and i == last) or token.token_id >= self._vocab_size
             piece = "" if silent else choice.detokenizer.push(token.token_id)
-            released, stop = choice.stops.push(piece) if piece else ("", None)
+            released, stop = piece, None
+            if piece and len(choice.log.tokens) >= self.request.params.min_tokens:
+                released, stop = choice.stops.push(piece)
             choice.log.tokens.append(token)
             choice.log.pieces.append(released)
             if stop is not None:
@@ -60,14 +68,17 @@ class Running:
         status: int = 500,
     ) -> None:
         """Release what was held back (unless a stop string was found) and close the log."""
-        log = choice.log
-        if log.finish_reason is not None:
+        out = choice.log
+        if out.finish_reason is not None:
             return
         if not isinstance(stop, str):
-            released, late = choice.stops.push(choice.detokenizer.flush())
-            log.tail = released if late is not None else released + choice.stops.flush()
-            stop = late if late is not None else stop
-        log.stop_reason = stop
-        log.error = error
-        log.error_status = status
-        log.finish_reason = reason
+            try:
+                released, late = choice.stops.push(choice.detokenizer.flush())
+                out.tail = released if late is not None else released + choice.stops.flush()
+                stop = late if late is not None else stop
+            except Exception:  # a choice must be able to end whatever state its text is in
+                log.exception("the held-back text of a choice could not be released")
+        out.stop_reason = stop
+        out.error = error
+        out.error_status = status
+        out.finish_reason = reason

@@ -20,7 +20,8 @@ class SamplingParams:
         seed: 64-bit; the random number of choice c at position p is a pure function of (seed, c, p).
         stop: strings that end the text; never part of it.
         stop_token_ids: token ids that end the generation (the model's own end tokens stand apart, see ``ignore_eos``).
-        min_tokens: end tokens and stop token ids cannot be sampled before that many tokens.
+        min_tokens: end tokens and stop token ids cannot be sampled before that many tokens, and stop strings are
+            not looked for in their text.
         ignore_eos: the model's end tokens do not end the generation.
         logprobs: None, or how many alternatives (0..20) are reported beside the chosen token.
         n: number of choices.

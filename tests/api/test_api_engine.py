@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from scripted import TOKENIZER, Server
+from scripted import TOKENIZER, VOCAB, Server
 from wire import CHAT, Connection, events, stream, texts
 
 from chatsvc.api.answers_schema import KVSnapshot
 from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
-from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor
+from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
 
 CHAT_PATH = "/v1/chat/completions"
 BLOCKS, SIZE = 120, 16
@@ -24,8 +24,9 @@ LIMIT = 1000
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Server, AsyncEngine]]:
     # Letters only: no end token, answers run to their cap.
-    config = SimulatedConfig(BLOCKS, SIZE, 123, LIMIT, step_seconds=0.001, first_token_id=97)
-    engine = AsyncEngine(EngineConfig(SIZE, max_queue=300), SimulatedExecutor(config), TOKENIZER)  # type: ignore[arg-type]
+    config = SimulatedConfig(BLOCKS, SIZE, VOCAB, LIMIT, step_seconds=0.001)
+    executor = SimulatedExecutor(config, hashed_token(97, 123))
+    engine = AsyncEngine(EngineConfig(SIZE, max_queue=300), executor, TOKENIZER)  # type: ignore[arg-type]
     with Server(engine=engine) as server:
         answer = httpx.get(server.url + "/ready", trust_env=False)
         assert answer.status_code == 503
@@ -128,8 +129,8 @@ def test_one_seed_one_answer(api: httpx.Client) -> None:
 
 
 def test_SH_04_while_draining_streams_go_on_and_new_requests_are_refused() -> None:
-    config = SimulatedConfig(BLOCKS, SIZE, 123, LIMIT, step_seconds=0.001, first_token_id=97)
-    engine = AsyncEngine(EngineConfig(SIZE), SimulatedExecutor(config), TOKENIZER)  # type: ignore[arg-type]
+    config = SimulatedConfig(BLOCKS, SIZE, VOCAB, LIMIT, step_seconds=0.001)
+    engine = AsyncEngine(EngineConfig(SIZE), SimulatedExecutor(config, hashed_token(97, 123)), TOKENIZER)  # type: ignore[arg-type]
     with Server(engine=engine) as server, httpx.Client(base_url=server.url, trust_env=False) as api:
         server.wait(engine.start())
         with Connection(server.port) as c:
