@@ -17,7 +17,7 @@ RUN /opt/chatsvc/bin/pip install --no-cache-dir --disable-pip-version-check -c c
 COPY docker/healthcheck.py /opt/chatsvc/healthcheck.py
 
 FROM python:3.11-slim
-RUN useradd --system --uid 10001 --create-home --home-dir /data chatsvc
+RUN useradd --uid 10001 --create-home --home-dir /data chatsvc
 COPY --from=build /opt/chatsvc /opt/chatsvc
 ENV PATH=/opt/chatsvc/bin:$PATH \
     PYTHONUNBUFFERED=1 \
