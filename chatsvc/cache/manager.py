@@ -59,6 +59,8 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, PrefixIndex(secret))
+        self.cow_copies = 0
+        self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -97,20 +99,37 @@ class BlockManager:
             parent = block.content.content_id
         return Match(tuple(found))
 
-    def can_allocate(self, table: BlockTable, num_tokens: int, match: Match | None = None) -> bool:
-        """Whether ``allocate`` with the same arguments would succeed."""
-        return self.missing(table, num_tokens, match) <= self.pool.num_available
-
-    def missing(self, table: BlockTable, num_tokens: int, match: Match | None = None) -> int:
-        """Blocks out of ``num_available`` that it takes to let the table cover ``num_tokens``."""
+    def missing(self, table: BlockTable, num_tokens: int, match: Match | None = None, computed: int = 0) -> int:
+        """Blocks out of ``num_available`` that ``allocate`` with the same arguments takes."""
         match = match or Match()
         new = max(0, self.blocks_for(num_tokens) - len(table.blocks) - len(match.blocks))
-        return new + match.num_evictable
+        return new + match.num_evictable + (self._shared_at(table, num_tokens, computed) is not None)
 
-    def allocate(self, table: BlockTable, num_tokens: int, match: Match | None = None) -> bool:
-        """Append the matched blocks and as many fresh ones as it takes to cover ``num_tokens``: all or nothing."""
-        if not self.can_allocate(table, num_tokens, match):
+    def _shared_at(self, table: BlockTable, num_tokens: int, computed: int) -> int | None:
+        """Index of a block that others read too and that a step from ``computed`` to ``num_tokens`` writes into.
+
+        Settled blocks are never written (a fully cached prompt recomputes its last token with slot -1), so it can only
+        be the partial last block that forks share.
+        """
+        first = max(computed, len(table.content_ids) * self.block_size)
+        i = first // self.block_size
+        shared = first < num_tokens and i < len(table.blocks) and table.blocks[i].ref_count > 1
+        return i if shared else None
+
+    def allocate(self, table: BlockTable, num_tokens: int, match: Match | None = None, computed: int = 0) -> bool:
+        """Append the matched blocks and as many fresh ones as it takes to cover ``num_tokens``: all or nothing.
+
+        A shared block that will be written is replaced by a private one, and the copy is recorded (copy on write).
+        """
+        if self.missing(table, num_tokens, match, computed) > self.pool.num_available:
             return False
+        shared = self._shared_at(table, num_tokens, computed)
+        if shared is not None:
+            old, new = table.blocks[shared], self.pool.take()
+            table.blocks[shared] = new
+            self._copies.append((old.id, new.id))
+            self.cow_copies += 1
+            self.pool.unref(old)
         for block in match.blocks if match else ():
             assert block.content is not None
             self.pool.ref(block)
@@ -144,6 +163,20 @@ class BlockManager:
             table.content_ids.append(self.pool.store(block, digest, parent, part, extra).content_id)
             stored.append(block)
         return stored
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> None:
+        """The child sees the parent's blocks, the partial last one included; whoever writes into it first copies it."""
+        assert not child.blocks
+        for block in parent.blocks:
+            self.pool.ref(block)
+            child.blocks.append(block)
+        child.content_ids[:] = parent.content_ids
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Copies recorded since the last call: (source, target) block ids, to be done before anything is written."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     def withdraw(self, blocks: Iterable[Block]) -> None:
         """The step that should have filled them failed: they were never what they were said to be."""

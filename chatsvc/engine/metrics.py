@@ -55,7 +55,7 @@ class SchedulerCollector(Collector):
                 "Tokens found again after a preemption (not counted as hits)",
                 stats.recompute_hit_tokens,
             ),
-            "cow_copies": ("Blocks copied on write", 0),
+            "cow_copies": ("Blocks copied on write", s.manager.cow_copies),
             "evictions": ("Cached blocks given to a new owner", pool.evictions),
             "draft_tokens": ("Tokens proposed by speculation", 0),
             "accepted_tokens": ("Proposed tokens that were right", 0),

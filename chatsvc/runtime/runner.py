@@ -9,7 +9,7 @@ import torch
 from chatsvc.models.attention.base import AttentionBackend, KVCache, StepLayout
 from chatsvc.models.base import CausalLM
 from chatsvc.runtime.sampler import sample
-from chatsvc.scheduler.plan import SampledToken, ScheduledRow, SchedulerOutput, StepResult
+from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
 
 
 def layout_of(rows: tuple[ScheduledRow, ...], block_size: int) -> StepLayout:
@@ -35,19 +35,22 @@ class ModelRunner:
         self._scale = model.shape.head_dim**-0.5
 
     @torch.inference_mode()
-    def logits(self, rows: tuple[ScheduledRow, ...]) -> tuple[torch.Tensor, list[ScheduledRow]]:
-        """Forward; logits [R, V] of the rows that sample, in order."""
+    def logits(self, rows: tuple[ScheduledRow, ...]) -> tuple[torch.Tensor, list[tuple[int, SamplingRow]]]:
+        """Forward; logits [R, V] of everything that samples, and whose they are: (seq_id, how), forks included."""
         device = self.model.device
         layout = layout_of(rows, self.cache.block_size)
         ids = torch.tensor([t for r in rows for t in r.token_ids], dtype=torch.int64, device=device)
         spans = [range(r.start, r.start + len(r.token_ids)) for r in rows]
         positions = torch.tensor([p for span in spans for p in span], dtype=torch.int64, device=device)
-        sampled, last, wanted = [], -1, []
+        sampled: list[tuple[int, SamplingRow]] = []
+        wanted: list[int] = []
+        last = -1
         for row in rows:
             last += len(row.token_ids)
             if row.sampling is not None:
-                sampled.append(row)
-                wanted.append(last)
+                here = [(row.seq_id, row.sampling), *row.forks]
+                sampled += here
+                wanted += [last] * len(here)
         meta = self.backend.prepare(layout, self.cache)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -56,16 +59,23 @@ class ModelRunner:
         rows_at = torch.tensor(wanted, dtype=torch.int64, device=device)
         return self.model.forward(ids, positions, attend, rows_at), sampled
 
+    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole blocks, all layers in one call; every source is read before any target is written."""
+        if copies:
+            source, target = torch.tensor(copies, dtype=torch.int64, device=self.model.device).unbind(1)
+            self.cache.data[target] = self.cache.data[source]
+
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         began = time.perf_counter()
-        logits, rows = self.logits(plan.rows)
+        self._copy(plan.copies)
+        logits, sampled = self.logits(plan.rows)
         tokens: dict[int, list[SampledToken]] = {}
         errors: dict[int, str] = {}
-        if rows:
-            for row, outcome in zip(rows, sample(logits, [r.sampling for r in rows if r.sampling]), strict=True):
+        if sampled:
+            for (seq_id, _), outcome in zip(sampled, sample(logits, [how for _, how in sampled]), strict=True):
                 if isinstance(outcome, str):
-                    errors[row.seq_id] = outcome
+                    errors[seq_id] = outcome
                 else:
-                    tokens[row.seq_id] = [outcome]
+                    tokens[seq_id] = [outcome]
         return StepResult(plan.step, tokens, errors, time.perf_counter() - began)

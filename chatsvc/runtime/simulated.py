@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -86,6 +86,10 @@ class SimulatedExecutor:
         began = time.perf_counter()
         self.steps += 1
         seconds = self.config.step_seconds + self.config.token_seconds * plan.num_tokens
+        size = self.config.block_size
+        sources = [self._pool[src * size : (src + 1) * size] for src, _ in plan.copies]
+        for (_, dst), tokens_of in zip(plan.copies, sources, strict=True):
+            self._pool[dst * size : (dst + 1) * size] = tokens_of
         for row in plan.rows:
             self._write(row)
         tokens = {}
@@ -93,6 +97,8 @@ class SimulatedExecutor:
             context = self._read(row)
             if row.sampling is not None:
                 tokens[row.seq_id] = [self._sample(context, row)]
+            for seq_id, sampling in row.forks:
+                tokens[seq_id] = [self._sample(context, replace(row, sampling=sampling))]
         if seconds > 0:
             self._stop.wait(max(0.0, seconds - (time.perf_counter() - began)))
         return StepResult(plan.step, tokens, {}, time.perf_counter() - began)

@@ -38,6 +38,7 @@ class ScheduledRow:
         block_table: block ids that cover positions ``0 .. start + len(token_ids) - 1``.
         write_from: positions below it are already in the cache: their slot is -1 and nothing is written.
         sampling: None while the prompt is unfinished.
+        forks: (seq_id, sampling) of the other choices, drawn from the same logits when the prompt is done.
     """
 
     seq_id: int
@@ -46,14 +47,20 @@ class ScheduledRow:
     block_table: tuple[int, ...]
     write_from: int
     sampling: SamplingRow | None
+    forks: tuple[tuple[int, SamplingRow], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. ``rows`` are in scheduling order."""
+    """One step. ``rows`` are in scheduling order.
+
+    ``copies`` are (source block, target block), done before the forward pass; all sources are read before any target
+    is written.
+    """
 
     step: int
     rows: tuple[ScheduledRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

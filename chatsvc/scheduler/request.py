@@ -15,6 +15,7 @@ from chatsvc.scheduler.plan import SampledToken
 
 class State(enum.Enum):
     WAITING = "waiting"  # never scheduled
+    FORKING = "forking"  # a further choice: shares the first one's blocks as soon as that has read the prompt
     RUNNING = "running"  # owns blocks
     PREEMPTED = "preempted"  # was running, owns nothing, resumes before anything new is admitted
     FINISHED = "finished"
@@ -29,7 +30,6 @@ class Sequence:
         num_computed: positions below it have their K/V in the blocks of ``table``.
         turn: serial number of its last turn; whose is lowest has waited longest.
         cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
-        suspect: its last step failed together with others; it runs alone until it has proved innocent.
     """
 
     seq_id: int
@@ -43,7 +43,6 @@ class Sequence:
     turn: int = 0
     cached_tokens: int | None = None
     preemptions: int = 0
-    suspect: bool = False
     finish_reason: str | None = None
 
     @property

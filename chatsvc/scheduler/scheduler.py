@@ -12,13 +12,17 @@ A step is planned in three passes over one token budget:
    blocks (the uncached prompt plus a watermark) last.
 
 A sequence whose next block is being filled by another one waits for that block instead of computing it twice.
+
+Of a request with several choices the first reads the prompt; the others are forked from it when it draws its first
+token, share its blocks, and copy the partial last one when they first write into it.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from chatsvc.cache.block import Block
 from chatsvc.cache.manager import BlockManager
@@ -68,7 +72,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # by order (arrival, id)
         self.preempted: list[Sequence] = []  # by order
         self.waiting: dict[int, Sequence] = {}  # by arrival; a dict, so that aborting is O(1)
+        self.forking: dict[int, list[Sequence]] = {}  # by the seq_id of the first choice
         self._sequences: dict[int, Sequence] = {}
+        self._suspects: set[int] = set()
         self._next_seq_id = 0
         self._step = 0
         self._turns = 0
@@ -80,10 +86,14 @@ class Scheduler:
         """Queue all sequences of a request. Whether it can ever fit was checked before (``max_total_tokens``)."""
         request.make_sequences(self._next_seq_id)
         self._next_seq_id += len(request.sequences)
-        for seq in request.sequences:
-            assert seq.num_prompt < self.config.max_total_tokens
-            self.waiting[seq.seq_id] = seq
-            self._sequences[seq.seq_id] = seq
+        first, *others = request.sequences
+        assert first.num_prompt < self.config.max_total_tokens
+        self.waiting[first.seq_id] = first
+        for seq in others:
+            seq.state = State.FORKING
+        if others:
+            self.forking[first.seq_id] = others
+        self._sequences.update((s.seq_id, s) for s in request.sequences)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """The one way out for a sequence, whatever its state. Idempotent. Never called while its step is in flight."""
@@ -93,11 +103,17 @@ class Scheduler:
         self.manager.free(seq.table)
         seq.state = State.FINISHED
         seq.finish_reason = reason
+        self._suspects.discard(seq.seq_id)
         del self._sequences[seq.seq_id]
 
     def _leave(self, seq: Sequence) -> None:
         if seq.state is State.WAITING:
             del self.waiting[seq.seq_id]
+        elif seq.state is State.FORKING:
+            first = seq.request.sequences[0].seq_id
+            self.forking[first].remove(seq)
+            if not self.forking[first]:
+                del self.forking[first]
         else:
             (self.running if seq.state is State.RUNNING else self.preempted).remove(seq)
 
@@ -114,16 +130,15 @@ class Scheduler:
         """Plan the next step. Empty only when there is no work."""
         self._step += 1
         self._stored = []
-        suspect = next((s for s in self._sequences.values() if s.suspect), None)
-        if suspect is not None:
-            rows = [self._schedule_alone(suspect)]
+        if self._suspects:
+            rows = [self._schedule_alone(self._sequences[min(self._suspects)])]
         else:
             rows = self._plan()
             # An empty pass has preempted at least one running sequence; with none left, admission succeeds.
             while not rows and self._sequences:
                 rows = self._plan()
         self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
-        return SchedulerOutput(self._step, tuple(rows))
+        return SchedulerOutput(self._step, tuple(rows), self.manager.take_copies())
 
     def _plan(self) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
@@ -179,7 +194,7 @@ class Scheduler:
             seq = self._sequences[row.seq_id]
             end = row.start + len(row.token_ids)
             more = min(left, len(seq.tokens) - end)
-            if more <= 0 or not self.manager.allocate(seq.table, end + more):
+            if more <= 0 or not self.manager.allocate(seq.table, end + more, computed=end):
                 continue
             write_from = row.write_from if row.write_from < end else end
             rows[i] = replace(self._row(seq, end + more - row.start, set()), write_from=write_from)
@@ -197,7 +212,7 @@ class Scheduler:
             return None, True
         n = min(share, seq.num_missing)
         calm = True
-        while not self.manager.allocate(seq.table, seq.num_computed + n):
+        while not self.manager.allocate(seq.table, seq.num_computed + n, computed=seq.num_computed):
             calm = False
             victim = self.running[-1]
             self._preempt(victim)
@@ -260,7 +275,8 @@ class Scheduler:
 
     def _candidates(self) -> list[Sequence]:
         """Who may be admitted, in this order. The bench's static baseline narrows it to the members of its batch."""
-        return [*self.preempted, *self.waiting.values()]
+        most = self.config.max_num_seqs - len(self.running) + MAX_PASSED_OVER + 1
+        return [*self.preempted, *islice(self.waiting.values(), most)]
 
     def _book_hits(self, seq: Sequence) -> None:
         hits = seq.num_computed
@@ -289,7 +305,11 @@ class Scheduler:
             block_table=seq.table.ids[: self.manager.blocks_for(end)],
             write_from=max(start, min(settled, end)),
             sampling=self._sampling(seq) if end == len(seq.tokens) else None,
+            forks=self._forks(seq) if end == len(seq.tokens) else (),
         )
+
+    def _forks(self, seq: Sequence) -> tuple[tuple[int, SamplingRow], ...]:
+        return tuple((s.seq_id, self._sampling(s)) for s in self.forking.get(seq.seq_id, ()))
 
     def _sampling(self, seq: Sequence) -> SamplingRow:
         p = seq.request.params
@@ -316,7 +336,7 @@ class Scheduler:
             seq.state = State.RUNNING
             self.running.append(seq)
         n = min(self.budget.limit, seq.num_missing)
-        placed = self.manager.allocate(seq.table, seq.num_computed + n)
+        placed = self.manager.allocate(seq.table, seq.num_computed + n, computed=seq.num_computed)
         assert placed, "one sequence alone always fits"
         return self._row(seq, n, set())
 
@@ -341,16 +361,34 @@ class Scheduler:
             if error is not None:
                 # Whatever it alone wrote is not to be believed.
                 self.manager.withdraw(b for b in seq.table.blocks if b.ref_count == 1)
-                self.finish(seq, "error")
-                updates.append(SequenceUpdate(seq, [], "error", error=error))
+                updates += self._fail(seq, error)
                 continue
             seq.num_computed = row.start + len(row.token_ids)
             if row.sampling is None:
                 continue
-            seq.suspect = False
+            self._suspects.discard(seq.seq_id)
+            updates += self._fork(seq, row, result)
             updates.append(self._append(seq, result.tokens[row.seq_id]))
         self._stored = []
         self.budget.observe(plan.num_tokens, result.seconds)
+        return updates
+
+    def _fork(self, parent: Sequence, row: ScheduledRow, result: StepResult) -> list[SequenceUpdate]:
+        """The other choices begin: with the parent's blocks while sequence slots last, else as preempted ones."""
+        updates: list[SequenceUpdate] = []
+        for seq_id, _ in row.forks:
+            seq = self._sequences[seq_id]
+            self._leave(seq)
+            if len(self.running) < self.config.max_num_seqs:
+                self.manager.fork(parent.table, seq.table)
+                seq.num_computed = parent.num_computed
+                seq.state = State.RUNNING
+                bisect.insort(self.running, seq, key=lambda s: s.order)
+            else:
+                seq.state = State.PREEMPTED
+                bisect.insort(self.preempted, seq, key=lambda s: s.order)
+            error = result.errors.get(seq_id)
+            updates += self._fail(seq, error) if error is not None else [self._append(seq, result.tokens[seq_id])]
         return updates
 
     def _append(self, seq: Sequence, sampled: list[SampledToken]) -> SequenceUpdate:
@@ -379,14 +417,19 @@ class Scheduler:
         self.manager.withdraw(self._stored)
         self._stored = []
         if len(plan.rows) == 1:
-            seq = self._sequences[plan.rows[0].seq_id]
-            self.finish(seq, "error")
-            return [SequenceUpdate(seq, [], "error", error=error)]
+            return self._fail(self._sequences[plan.rows[0].seq_id], error)
         for row in plan.rows:
             seq = self._sequences[row.seq_id]
-            seq.suspect = True
+            self._suspects.add(seq.seq_id)
             self._preempt(seq)
         return []
+
+    def _fail(self, seq: Sequence, error: str) -> list[SequenceUpdate]:
+        """The sequence fails, and with it the choices that wait to be forked from it."""
+        failed = [seq, *self.forking.get(seq.seq_id, ())]
+        for one in failed:
+            self.finish(one, "error")
+        return [SequenceUpdate(one, [], "error", error=error) for one in failed]
 
     # -- looking in --------------------------------------------------------------------------------------------
 
@@ -396,7 +439,12 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Every invariant of scheduler and pool, between steps. Raises: AssertionError."""
         self.manager.check_integrity(s.table for s in self._sequences.values())
-        states = {State.RUNNING: self.running, State.PREEMPTED: self.preempted, State.WAITING: self.waiting.values()}
+        states: dict[State, Collection[Sequence]] = {
+            State.RUNNING: self.running,
+            State.PREEMPTED: self.preempted,
+            State.WAITING: self.waiting.values(),
+            State.FORKING: [s for forks in self.forking.values() for s in forks],
+        }
         assert sum(len(v) for v in states.values()) == len(self._sequences)
         for state, seqs in states.items():
             for seq in seqs:

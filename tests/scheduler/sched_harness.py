@@ -66,8 +66,9 @@ class Bench:
         return plan
 
     def apply(self, plan: SchedulerOutput, result: StepResult) -> None:
-        before = {r.seq_id: array("i", self.scheduler._sequences[r.seq_id].tokens) for r in plan.rows}
         rows = {r.seq_id: r for r in plan.rows}
+        rows |= {i: replace(r, seq_id=i, sampling=how) for r in plan.rows for i, how in r.forks}
+        before = {i: array("i", self.scheduler._sequences[i].tokens) for i in rows}
         for update in self.scheduler.update(plan, result):
             for token in update.tokens:  # the truth: a pure function of the sequence's own tokens
                 row = rows[update.sequence.seq_id]
@@ -81,6 +82,10 @@ class Bench:
 
     def _check_rows(self, plan: SchedulerOutput) -> None:
         written: set[int] = set()
+        owners: dict[int, list[int]] = {}
+        for seq in self.scheduler.running:
+            for block in seq.table.blocks:
+                owners.setdefault(block.id, []).append(seq.seq_id)
         size = self.manager.block_size
         for row in plan.rows:
             seq = self.scheduler._sequences[row.seq_id]
@@ -92,6 +97,8 @@ class Bench:
                 slot = row.block_table[p // size] * size + p % size
                 assert slot not in written, "two rows write one slot"
                 assert slot >= size, "the null block is never written"
+                if (p // size + 1) * size > end:  # a block that this step completes may already have readers
+                    assert owners[slot // size] == [row.seq_id], "a shared partial block is never written"
                 written.add(slot)
 
     def run(self, max_steps: int = 10_000) -> int:
@@ -158,7 +165,12 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
     bench.run()
     bench.idle_is_clean()
     stats = bench.scheduler.stats
-    return {"preemptions": stats.preemptions, "hits": stats.hit_tokens, "finished": len(bench.finished)}
+    return {
+        "preemptions": stats.preemptions,
+        "hits": stats.hit_tokens,
+        "finished": len(bench.finished),
+        "copies": bench.manager.cow_copies,
+    }
 
 
 __all__ = ["EOS", "VOCAB", "Bench", "SampledToken", "walk"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from sched_harness import EOS, VOCAB, Bench
 
+from chatsvc.scheduler.plan import StepResult
 from chatsvc.scheduler.request import State
 
 
@@ -255,3 +256,51 @@ def test_waste_of_long_sequences_is_under_four_percent() -> None:
         f, a = bench.scheduler.filled_slots()
         filled, allocated = filled + f, allocated + a
     assert 1 - filled / allocated < 0.04
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_n_choices_share_the_prompt_and_copy_at_most_one_block_each(prefix_caching: bool) -> None:
+    bench = Bench(num_blocks=200, block_size=16, budget=64, max_num_seqs=16, prefix_caching=prefix_caching)
+    r = bench.add(prompt(1000), max_tokens=6, n=8, temperature=1.0, seed=5, ignore_eos=True)
+    most = 0
+    while bench.scheduler.has_work:
+        bench.step()
+        most = max(most, bench.manager.pool.num_used)
+    assert bench.scheduler.stats.computed_tokens == 1000 + 8 * 5, "the prompt is computed once"
+    # 1000 tokens are 62 full blocks and 8 tokens; each choice but one copies that partial block
+    assert most == 62 + 8 and bench.manager.cow_copies == 7
+    assert bench.scheduler.stats.prompt_tokens == 1000
+    assert len({tuple(s.tokens) for s in r.sequences}) == 8 and all(s.num_output == 6 for s in r.sequences)
+
+
+def test_a_prompt_of_whole_blocks_needs_no_copy() -> None:
+    bench = Bench(num_blocks=60, block_size=16, budget=64)
+    bench.add(prompt(64), max_tokens=6, n=4, temperature=1.0, ignore_eos=True)
+    bench.run()
+    assert bench.manager.cow_copies == 0
+
+
+def test_bm06_more_choices_than_slots_and_blocks() -> None:
+    bench = Bench(num_blocks=14, block_size=4, budget=32, max_num_seqs=4)
+    requests = [
+        bench.add(prompt(9, i * 50), max_tokens=20, n=n, temperature=1.0, ignore_eos=True)
+        for i, n in enumerate((3, 5, 10))
+    ]
+    bench.run()
+    assert bench.scheduler.stats.preemptions > 0
+    assert all(s.num_output == 20 for r in requests for s in r.sequences)
+    bench.idle_is_clean()
+
+
+def test_choices_that_wait_to_be_forked_end_with_their_request() -> None:
+    bench = Bench(num_blocks=60, block_size=4, budget=4)
+    aborted = bench.add(prompt(40), max_tokens=4, n=4)
+    failing = bench.add(prompt(40, 99), max_tokens=4, n=3)
+    bench.step()
+    bench.abort(aborted)
+    while not failing.finished:
+        plan = bench.scheduler.schedule()
+        errors = {r.seq_id: "NaN" for r in plan.rows if r.sampling}
+        bench.apply(plan, StepResult(plan.step, {}, errors))
+    assert {s.finish_reason for s in failing.sequences} == {"error"}
+    bench.idle_is_clean()
