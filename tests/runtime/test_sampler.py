@@ -113,9 +113,9 @@ def test_distributions_are_those_of_transformers(
     monkeypatch.setattr(sampler, "TOP_P_CANDIDATES", candidates)  # both ways to find the head
     logits = logits_of(61, seed=3)
     ours, theirs = inverse.distribution(logits, fields), reference(logits, fields)
-    assert set(ours) == {t for t, p in theirs.items() if p > 1e-14}  # less than a random number can tell
-    for token in ours:
-        assert ours[token] == pytest.approx(theirs[token], abs=1e-12)
+    assert set(ours) <= set(theirs)
+    for token, p in theirs.items():  # what is missing is too rare for 53 random bits
+        assert ours.get(token, 0.0) == pytest.approx(p, abs=1e-12)
 
 
 @given(
