@@ -1,4 +1,4 @@
-"""The engine's own baseline modes: the same loop, model, kernels and weights with an older way to keep memory and to batch.
+"""The engine's own baseline modes: the same loop, model, kernels and weights, an older way to keep memory and to batch.
 
 ::
 
@@ -72,15 +72,15 @@ class ContiguousManager(BlockManager):
         self._starts = [1 + i * self.extent for i in reversed(range(num_blocks // self.extent))]
         self._held: list[BlockTable] = []
 
-    def missing(self, table: BlockTable, num_tokens: int, match: Match | None = None) -> int:
+    def missing(self, table: BlockTable, num_tokens: int, match: Match | None = None, computed: int = 0) -> int:
         """The whole extent, or more than there is when none is free."""
         if table.blocks:
             return 0
         return self.extent if self._starts else self.pool.num_available + 1
 
-    def allocate(self, table: BlockTable, num_tokens: int, match: Match | None = None) -> bool:
+    def allocate(self, table: BlockTable, num_tokens: int, match: Match | None = None, computed: int = 0) -> bool:
         assert num_tokens <= self.extent * self.block_size
-        if not self.can_allocate(table, num_tokens, match):
+        if self.missing(table, num_tokens, match, computed) > self.pool.num_available:
             return False
         if not table.blocks:
             start = self._starts.pop()
@@ -91,6 +91,9 @@ class ContiguousManager(BlockManager):
 
     def store_full(self, table: BlockTable, tokens: array[int], num_computed: int) -> list[Block]:
         return []
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> None:
+        raise NotImplementedError("the contiguous baseline has one answer a request")
 
     def free(self, table: BlockTable) -> None:
         """Hold the extent back until the batch ends. Idempotent."""

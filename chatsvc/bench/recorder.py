@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chatsvc.bench.baselines import StaticScheduler
-from chatsvc.cache.manager import BlockTable
+from chatsvc.cache.manager import BlockManager, BlockTable
 from chatsvc.scheduler.plan import SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate
 from chatsvc.scheduler.scheduler import Scheduler
@@ -124,7 +124,8 @@ class Recorder:
             if seq.num_prompt + seq.request.params.max_tokens >= LONG:
                 self.long_own_slots.add(computed, reserved, seconds)
                 long.append((seq.table, computed))
-        self.long_slots.add(*scheduler.manager.filled_slots(long), seconds)
+        # Not the manager's own: a baseline's may add what finished sequences of any length still hold.
+        self.long_slots.add(*BlockManager.filled_slots(scheduler.manager, long), seconds)
 
     def took(self, update: SequenceUpdate) -> None:
         timing = self.timings[update.sequence.seq_id]
