@@ -50,6 +50,12 @@ class Running:
             assert response.status_code == 200, await response.aread()
             return await read_answer(response)
 
+    async def settled(self, session_id: str) -> None:
+        """Until the session's turn is stored."""
+        async with asyncio.timeout(20):
+            while self.turns.running(("", session_id)) is not None:
+                await asyncio.sleep(0.01)
+
     async def idle(self) -> None:
         async with asyncio.timeout(10):
             while self.engine.num_requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -132,15 +133,14 @@ async def test_text_that_a_stop_string_cut_off_stays_out_of_later_prompts(app: R
 
 async def test_leaving_does_not_stop_the_answer(slow: Running) -> None:
     sid = await slow.session()
-    async with slow.http.stream("POST", f"/v1/sessions/{sid}/messages", json={"content": "x", "max_tokens": 60}) as r:
+    async with slow.http.stream("POST", f"/v1/sessions/{sid}/messages", json={"content": "x", "max_tokens": 250}) as r:
         part = await read_answer(r, until=3)
     assert len(part.text) > 0
     running = last(await slow.read(sid))
     assert running["status"] == "running"
-    await slow.idle()
-    await asyncio.sleep(0.05)
+    await slow.settled(sid)
     ended = last(await slow.read(sid))
-    assert ended["status"] == "done" and ended["usage"]["completion_tokens"] == 60
+    assert ended["status"] == "done" and ended["usage"]["completion_tokens"] == 250
     assert ended["content"].startswith(part.text)
 
 
@@ -161,23 +161,36 @@ async def test_rejoining_gives_every_character_once(slow: Running, seed: int) ->
                 parts[-1].ids = parts[-2].ids
     stored = last(await slow.read(sid))
     assert "".join(p.text for p in parts) == stored["content"]
-    assert len(parts) > 2
+    assert len(parts) >= 2
 
 
-async def test_several_readers_see_the_same_text(slow: Running) -> None:
-    sid = await slow.session()
-    first = asyncio.create_task(slow.turn(sid, max_tokens=60))
-    while not slow.engine.num_requests:
-        await asyncio.sleep(0.005)
+async def test_several_readers_see_the_same_text() -> None:
+    random_token = hashed_token(17, text_side()[0].vocab_size)
+    gate = threading.Event()
+    sampled = itertools.count()
 
-    async def join() -> Answer:
-        async with slow.http.stream("GET", f"/v1/sessions/{sid}/stream") as r:
-            return await read_answer(r)
+    def gated(context: Any, row: Any) -> int:
+        assert next(sampled) < 20 or gate.wait(20)
+        return random_token(context, row)
 
-    await asyncio.sleep(0.05)
-    answers = await asyncio.gather(first, join(), join())
-    assert len({a.text for a in answers}) == 1 and all(a.done for a in answers)
-    assert (await slow.http.get(f"/v1/sessions/{sid}/stream")).status_code == 204
+    async with serving(MemoryStore(3600), token_fn=gated) as app:
+        sid = await app.session()
+
+        async def join() -> Answer:
+            async with app.http.stream("GET", f"/v1/sessions/{sid}/stream") as r:
+                return await read_answer(r)
+
+        first = asyncio.create_task(app.turn(sid, max_tokens=60))
+        async with asyncio.timeout(20):
+            while (turn := app.turns.get(("", sid))) is None or len(turn.generation.logs[0].tokens) < 20:
+                await asyncio.sleep(0.005)
+            joining = [asyncio.create_task(join()) for _ in range(2)]
+            while turn.readers < 3:
+                await asyncio.sleep(0.005)
+        gate.set()
+        answers = await asyncio.gather(first, *joining)
+        assert len({a.text for a in answers}) == 1 and all(a.done for a in answers)
+        assert (await app.http.get(f"/v1/sessions/{sid}/stream")).status_code == 204
 
 
 async def test_the_end_can_be_read_again_by_its_id(app: Running) -> None:
@@ -213,7 +226,7 @@ async def test_dropped_and_asked_again_at_once(slow: Running) -> None:
     """RD-06, 50 times: the partial text is kept, marked interrupted, and part of the next prompt."""
     sid = await slow.session()
     for i in range(50):
-        body = {"content": f"q{i}", "max_tokens": 100}
+        body = {"content": f"q{i}", "max_tokens": 2000}
         async with slow.http.stream("POST", f"/v1/sessions/{sid}/messages", json=body) as r:
             assert r.status_code == 200, await r.aread()
             await read_answer(r, until=1)
