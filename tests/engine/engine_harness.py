@@ -41,7 +41,8 @@ class ByteTokenizer:
 class HeldExecutor(SimulatedExecutor):
     """Steps end when the test lets them: at once, or, while ``held``, at :meth:`release`.
 
-    ``before`` may raise instead of the step; ``after`` may change its result.
+    ``before`` may raise instead of the step; ``after`` may change its result; what ``watch`` raises (its assertions)
+    is kept for the end of the test: here it would only be one more failed step.
     """
 
     def __init__(self, config: SimulatedConfig, token_fn: Callable[[array[int], ScheduledRow], int]) -> None:
@@ -49,12 +50,18 @@ class HeldExecutor(SimulatedExecutor):
         self.held = False
         self.pending: list[tuple[SchedulerOutput, Future[StepResult]]] = []
         self.plans: list[SchedulerOutput] = []
+        self.watch: Callable[[SchedulerOutput], None] = lambda plan: None
+        self.faults: list[Exception] = []
         self.before: Callable[[SchedulerOutput], None] = lambda plan: None
         self.after: Callable[[SchedulerOutput, StepResult], StepResult] = lambda plan, result: result
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         self.plans.append(plan)
+        try:
+            self.watch(plan)
+        except Exception as e:
+            self.faults.append(e)
         if self.held:
             self.pending.append((plan, future))
         else:
@@ -105,6 +112,8 @@ class Rig:
             await self.until(lambda: not self.engine.scheduler.has_work)
             self.assert_empty()
         await self.engine.stop()
+        if self.executor.faults:
+            raise self.executor.faults[0]
 
     def assert_empty(self) -> None:
         engine = self.engine
