@@ -18,11 +18,9 @@ length: pushing a member out again has no meaning there.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from chatsvc.cache.block import Block
 from chatsvc.cache.manager import BlockManager, BlockTable, Match
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.plan import SchedulerOutput
@@ -89,13 +87,10 @@ class ContiguousManager(BlockManager):
                 table.blocks.append(block)
         return True
 
-    def store_full(self, table: BlockTable, tokens: array[int], num_computed: int) -> list[Block]:
-        return []
-
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         raise NotImplementedError("the contiguous baseline has one answer a request")
 
-    def free(self, table: BlockTable) -> None:
+    def free(self, table: BlockTable, *, ended: bool = False) -> None:
         """Hold the extent back until the batch ends. Idempotent."""
         if table.blocks:
             self._held.append(BlockTable(blocks=list(table.blocks)))

@@ -98,6 +98,12 @@ class Recorder:
     running_seconds: float = 0.0
     _planned: float = 0.0
 
+    @property
+    def wall(self) -> float:
+        """Seconds from the first arrival to the last token."""
+        times = self.timings.values()
+        return max(t.last for t in times) - min(t.arrival for t in times)
+
     def planned(self) -> None:
         self._planned = self.clock.now()
 

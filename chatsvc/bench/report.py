@@ -56,7 +56,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     """One mode on one workload. Seconds, tokens, slots; slot numbers are means over time."""
     r, stats = run.recorder, run.stats
     timings = list(r.timings.values())
-    wall = max(t.last for t in timings) - min(t.arrival for t in timings)
+    wall = r.wall
     output = sum(t.tokens for t in timings)
     ttft = [t.ttft for t in timings if t.ttft is not None]
     tpot = [t.tpot for t in timings if t.tpot is not None]
