@@ -13,11 +13,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from chatsvc.cache.manager import BlockManager
 from chatsvc.engine.checks import check_request, checked_result
+from chatsvc.engine.config import EngineConfig
 from chatsvc.engine.kvview import KVView
 from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation
@@ -31,36 +31,12 @@ from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
 from chatsvc.text.tokenizer import Tokenizer
 
+__all__ = ["AsyncEngine", "EngineConfig"]
+
 log = logging.getLogger(__name__)
 
 TICK = 0.1
 IDLE_CHECK_BLOCKS = 100_000  # a pool up to this size is proven whole whenever the engine falls idle
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Times in seconds.
-
-    Attributes:
-        max_num_batched_tokens: tokens of a step; None: adaptive, so that a step stays under ``max_step_seconds``.
-        watermark_tokens: room kept for each running sequence when a new one is admitted; None: one block.
-        max_queue: requests that wait; one more is refused.
-        queue_timeout: a request that has waited longer is failed.
-        stuck_after: a step that takes longer makes the engine unhealthy, and new requests are refused.
-        give_up_after: a step that takes longer fails every request that is here; the engine goes on if it ever ends.
-    """
-
-    block_size: int = 16
-    prefix_caching: bool = True
-    cache_secret: bytes = b""
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    max_step_seconds: float = 0.25
-    watermark_tokens: int | None = None
-    max_queue: int = 256
-    queue_timeout: float = 60.0
-    stuck_after: float = 10.0
-    give_up_after: float = 60.0
 
 
 class AsyncEngine:
@@ -218,7 +194,7 @@ class AsyncEngine:
         self.scheduler.add(request)
         generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(request), now)
         try:
-            running = Running(request, generation, self.tokenizer)
+            running = Running(request, generation, self.tokenizer, self.metrics)
         except Exception:
             for seq in request.sequences:
                 self.scheduler.finish(seq, "error")
@@ -285,7 +261,8 @@ class AsyncEngine:
         plan = self.scheduler.schedule()
         now = time.perf_counter()
         for row in plan.rows:
-            self._note_scheduled(row.seq_id, now)
+            running, choice = self._by_seq[row.seq_id]
+            running.scheduled(choice, now)
         self._in_flight, self._step_began = plan, now
         try:
             result = await self._execute(plan)
@@ -306,6 +283,7 @@ class AsyncEngine:
                 log.exception("publishing a token failed")
                 self._fail(update.sequence, f"the text could not be made: {type(e).__name__}: {e}")
         self._apply_aborts()
+        self._tell_views()
 
     async def _execute(self, plan: SchedulerOutput) -> StepResult:
         future = asyncio.wrap_future(self.executor.submit(plan))
@@ -318,68 +296,28 @@ class AsyncEngine:
             raise EngineError("the executor dropped the step") from None
         return checked_result(plan, result, self.capacity.vocab_size)
 
-    def _note_scheduled(self, seq_id: int, now: float) -> None:
-        running, choice = self._by_seq[seq_id]
-        generation = running.generation
-        if generation.timings.scheduled is None:
-            generation.timings.scheduled = now
-            self.metrics.queue.observe(now - generation.timings.arrival)
-        cached = choice.sequence.cached_tokens
-        if choice.sequence.choice == 0 and cached is not None:
-            generation.num_cached_tokens = cached
-
     def _publish(self, update: SequenceUpdate, now: float) -> None:
         """The one place where tokens become text."""
         running, choice = self._by_seq[update.sequence.seq_id]
-        generation = running.generation
         if choice.log.finish_reason is None:
-            self._observe_tokens(generation, choice, len(update.tokens), now)
-            stop = running.append(choice, update.tokens, update.finish_reason)
+            stop = running.append(choice, update.tokens, update.finish_reason, now)
             if stop is not None:
                 self.scheduler.finish(update.sequence, "stop")
-                self._end(running, choice, "stop", stop=stop)
+                running.end(choice, "stop", stop=stop)
             elif update.finish_reason == "error":
-                self._end(running, choice, "error", error=update.error)
+                running.end(choice, "error", error=update.error)
             elif update.finish_reason is not None:
                 reason: FinishReason = "stop" if update.finish_reason == "stop" else "length"
-                self._end(running, choice, reason, stop=update.stop_reason)
-            generation.notify()
+                running.end(choice, reason, stop=update.stop_reason)
+            running.generation.notify()
         self._forget_if_done(running)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         running, choice = self._by_seq[sequence.seq_id]
         self.scheduler.finish(sequence, "error")
-        self._end(running, choice, "error", error=error)
+        running.end(choice, "error", error=error)
         running.generation.notify()
         self._forget_if_done(running)
-
-    def _observe_tokens(self, generation: Generation, choice: Choice, count: int, now: float) -> None:
-        if not count:
-            return
-        if generation.timings.first_token is None:
-            generation.timings.first_token = now
-            self.metrics.ttft.observe(now - generation.timings.arrival)
-        if choice.last_token_at is not None:
-            self.metrics.inter_token.observe((now - choice.last_token_at) / count)
-        choice.last_token_at = now
-
-    def _end(
-        self,
-        running: Running,
-        choice: Choice,
-        reason: FinishReason,
-        *,
-        stop: str | int | None = None,
-        error: str | None = None,
-        status: int = 500,
-    ) -> None:
-        if choice.log.finish_reason is not None:
-            return
-        running.end(choice, reason, stop=stop, error=error, status=status)
-        self.metrics.finished.labels(reason).inc()
-        if running.generation.finished:
-            running.generation.timings.finished = time.perf_counter()
-            self.metrics.request.observe(time.perf_counter() - running.generation.timings.arrival)
 
     def _forget_if_done(self, running: Running) -> None:
         if running.generation.finished and running.request.finished:
@@ -397,26 +335,28 @@ class AsyncEngine:
     ) -> None:
         """Readers see the end at once; blocks named by the step in flight are freed when it is done."""
         for choice in running.choices:
-            self._end(running, choice, reason, error=error, status=status)
+            running.end(choice, reason, error=error, status=status)
         running.generation.notify()
-        self._aborted.append(running)
-        if self._in_flight is None:
-            self._apply_aborts()
-        else:  # who waits owns nothing that the step names
-            for seq in running.request.sequences:
-                if seq.state is not State.RUNNING:
-                    self.scheduler.finish(seq, "abort")
-            self._forget_if_done(running)
+        if self._in_flight is None or running.request.sequences[0].state is State.WAITING:
+            self._release(running)
+        else:
+            self._aborted.append(running)
+        self._tell_views()
         self._wake.set()
 
     def _apply_aborts(self) -> None:
         for running in self._aborted:
-            for seq in running.request.sequences:
-                self.scheduler.finish(seq, "abort")
-            self._forget_if_done(running)
+            self._release(running)
         self._aborted.clear()
+
+    def _tell_views(self) -> None:
         for view in self._views:
             view.changed()
+
+    def _release(self, running: Running) -> None:
+        for seq in running.request.sequences:
+            self.scheduler.finish(seq, "abort")
+        self._forget_if_done(running)
 
     def _expire(self) -> None:
         """Fail who has waited too long in the queue, or for a step that does not end."""
@@ -435,7 +375,7 @@ class AsyncEngine:
         self._dead = why
         for running in list(self._running.values()):
             for choice in running.choices:
-                self._end(running, choice, "error", error=why, status=503)
+                running.end(choice, "error", error=why, status=503)
             running.generation.notify()
         self._running.clear()
         self._by_seq.clear()

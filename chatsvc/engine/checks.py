@@ -44,11 +44,14 @@ def checked_result(plan: SchedulerOutput, result: StepResult, vocab_size: int) -
     """The result with an error for every row that should have tokens and has none, or has ids that do not exist."""
     errors = dict(result.errors)
     for row in plan.rows:
-        if row.sampling is None or row.seq_id in errors:
+        if row.sampling is None:
             continue
-        tokens = result.tokens.get(row.seq_id)
-        if not tokens:
-            errors[row.seq_id] = "the step made no token for this sequence"
-        elif not all(0 <= t.token_id < vocab_size for t in tokens):
-            errors[row.seq_id] = f"the step made token ids outside 0..{vocab_size - 1}"
+        for seq_id in (row.seq_id, *(fork for fork, _ in row.forks)):
+            tokens = result.tokens.get(seq_id)
+            if seq_id in errors:
+                continue
+            if not tokens:
+                errors[seq_id] = "the step made no token for this sequence"
+            elif not all(0 <= t.token_id < vocab_size for t in tokens):
+                errors[seq_id] = f"the step made token ids outside 0..{vocab_size - 1}"
     return result if len(errors) == len(result.errors) else replace(result, errors=errors)

@@ -1,10 +1,12 @@
-"""From sampled tokens to text in the output logs: detokenising, stop strings, the end of a choice."""
+"""From sampled tokens to text in the output logs: detokenising, stop strings, the end of a choice; and its times."""
 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
+from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation, OutputLog
 from chatsvc.scheduler.plan import SampledToken
 from chatsvc.scheduler.request import Request, Sequence
@@ -29,21 +31,33 @@ class Choice:
 class Running:
     """One request in the engine: its scheduler side, its readers' side, and the text state between the two."""
 
-    def __init__(self, request: Request, generation: Generation, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, generation: Generation, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.request = request
         self.generation = generation
         self._vocab_size = tokenizer.vocab_size
+        self._metrics = metrics
         self.choices = [
             Choice(s, log, IncrementalDetokenizer(tokenizer), StopMatcher(request.params.stop))
             for s, log in zip(request.sequences, generation.logs, strict=True)
         ]
 
-    def append(self, choice: Choice, tokens: list[SampledToken], ended: str | None) -> str | None:
+    def scheduled(self, choice: Choice, now: float) -> None:
+        """The choice has a row in the step that begins now."""
+        generation = self.generation
+        if generation.timings.scheduled is None:
+            generation.timings.scheduled = now
+            self._metrics.queue.observe(now - generation.timings.arrival)
+        cached = choice.sequence.cached_tokens
+        if choice.sequence.choice == 0 and cached is not None:
+            generation.num_cached_tokens = cached
+
+    def append(self, choice: Choice, tokens: list[SampledToken], ended: str | None, now: float) -> str | None:
         """Append tokens to the log; returns the stop string that was found, if one was.
 
         The token that ended the choice (an end token or a stop token id) is logged without text. Stop strings are not
         looked for in the text of the first ``min_tokens`` tokens.
         """
+        self._observe(choice, len(tokens), now)
         last = len(tokens) - 1
         for i, token in enumerate(tokens):
             # A model may have more rows than its tokenizer has tokens: those have no text either.
@@ -58,6 +72,17 @@ class Running:
                 return stop
         return None
 
+    def _observe(self, choice: Choice, count: int, now: float) -> None:
+        if not count:
+            return
+        timings = self.generation.timings
+        if timings.first_token is None:
+            timings.first_token = now
+            self._metrics.ttft.observe(now - timings.arrival)
+        if choice.last_token_at is not None:
+            self._metrics.inter_token.observe((now - choice.last_token_at) / count)
+        choice.last_token_at = now
+
     def end(
         self,
         choice: Choice,
@@ -67,7 +92,7 @@ class Running:
         error: str | None = None,
         status: int = 500,
     ) -> None:
-        """Release what was held back (unless a stop string was found) and close the log."""
+        """Release what was held back (unless a stop string was found) and close the log. Idempotent."""
         out = choice.log
         if out.finish_reason is not None:
             return
@@ -82,3 +107,8 @@ class Running:
         out.error = error
         out.error_status = status
         out.finish_reason = reason
+        self._metrics.finished.labels(reason).inc()
+        if self.generation.finished:
+            timings = self.generation.timings
+            timings.finished = time.perf_counter()
+            self._metrics.request.observe(timings.finished - timings.arrival)

@@ -46,12 +46,16 @@ def plan_capacity(config: LocalConfig, shape: ModelShape, dtype: torch.dtype) ->
     """
     per_block = kv.block_bytes(shape, config.block_size, dtype)
     blocks = config.num_blocks if config.num_blocks is not None else config.kv_cache_memory // per_block
+    if config.num_blocks is not None and blocks < 1:
+        raise ConfigError(f"--num-kv-blocks {blocks}: at least 1 is needed")
     if blocks < 1:
         raise ConfigError(
             f"--kv-cache-memory {config.kv_cache_memory} bytes holds no block; one block of {config.block_size} tokens "
             f"takes {per_block} bytes"
         )
     room = blocks * config.block_size
+    if room < 2:
+        raise ConfigError("the KV pool holds 1 token; prompt and answer need at least 2 tokens: raise --num-kv-blocks")
     wanted = config.max_model_len
     if wanted is None:
         if room < shape.max_model_len:
@@ -65,6 +69,8 @@ def plan_capacity(config: LocalConfig, shape: ModelShape, dtype: torch.dtype) ->
                 -(-shape.max_model_len // config.block_size) * per_block // 2**20 + 1,
             )
         return blocks, min(room, shape.max_model_len)
+    if wanted < 2:
+        raise ConfigError(f"--max-model-len {wanted}: prompt and answer need at least 2 tokens")
     if wanted > shape.max_model_len:
         raise ConfigError(
             f"--max-model-len {wanted} is more than the model's own limit of {shape.max_model_len} tokens"

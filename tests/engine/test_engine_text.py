@@ -10,6 +10,7 @@ from engine_harness import EOS, ByteTokenizer, Rig, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import Delta, Generation
 from chatsvc.engine.publisher import Running
 from chatsvc.scheduler.params import SamplingParams
@@ -117,7 +118,7 @@ def running_of(stop: tuple[str, ...] = ("own fox",), n: int = 1) -> tuple[Runnin
     request = Request("r", [1, 2], SamplingParams(max_tokens=100, stop=stop, n=n), 0.0)
     request.make_sequences(0)
     generation = Generation("r", [1, 2], n, lambda: None, 0.0)
-    return Running(request, generation, ByteTokenizer()), generation  # type: ignore[arg-type]
+    return Running(request, generation, ByteTokenizer(), Metrics(lambda: None)), generation  # type: ignore[arg-type]
 
 
 @given(
@@ -148,7 +149,7 @@ def test_every_cursor_reads_the_rest_of_the_same_text(
         while tokens and stop is None:
             count = todo.pop() if todo else 1
             burst, tokens = tokens[:count], tokens[count:]
-            stop = running.append(choice, burst, None)
+            stop = running.append(choice, burst, None, 0.0)
             generation.notify()
             while len(tasks) < len(starts) and starts[len(tasks)] <= len(choice.log.tokens):
                 tasks.append(asyncio.create_task(read(len(tasks), starts[len(tasks)])))

@@ -1,0 +1,31 @@
+"""What an engine can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Times in seconds.
+
+    Attributes:
+        max_num_batched_tokens: tokens of a step; None: adaptive, so that a step stays under ``max_step_seconds``.
+        watermark_tokens: room kept for each running sequence when a new one is admitted; None: one block.
+        max_queue: requests that wait; one more is refused.
+        queue_timeout: a request that has waited longer is failed.
+        stuck_after: a step that takes longer makes the engine unhealthy, and new requests are refused.
+        give_up_after: a step that takes longer fails every request that is here; the engine goes on if it ever ends.
+    """
+
+    block_size: int = 16
+    prefix_caching: bool = True
+    cache_secret: bytes = b""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_step_seconds: float = 0.25
+    watermark_tokens: int | None = None
+    max_queue: int = 256
+    queue_timeout: float = 60.0
+    stuck_after: float = 10.0
+    give_up_after: float = 60.0
