@@ -80,7 +80,7 @@ class LlamaModel:
         self.shape = config.shape
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self._rotary = Rotary(config, self.device, rope_factors)
+        self.rotary = Rotary(config, self.device, rope_factors)
 
     def forward(
         self,
@@ -102,7 +102,7 @@ class LlamaModel:
             [R, vocab_size] logits in float32 (float64 when the model is float64).
         """
         weights, eps = self.weights, self.config.rms_norm_eps
-        cos, sin = self._rotary.cos_sin(positions, self.dtype, rope_lens)
+        cos, sin = self.rotary.cos_sin(positions, self.dtype, rope_lens)
         hidden = F.embedding(input_ids, weights.embed)
         last = self.config.num_layers - 1
         for index, layer in enumerate(weights.layers):

@@ -68,6 +68,11 @@ class Rotary:
         cos, sin = rows.to(dtype).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
+    def table(self, length: int) -> torch.Tensor:
+        """[at least length, head_dim] float32 of the positions from 0: cos in the first half, sin in the second."""
+        self._grow(length)
+        return self._table
+
     def _grow(self, length: int) -> None:
         have = self._table.shape[0]
         if length <= have:

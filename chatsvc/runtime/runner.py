@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from chatsvc.models.attention.base import AttentionBackend, KVCache, StepLayout
+from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBackend, KVCache, StepLayout
 from chatsvc.models.base import CausalLM
 from chatsvc.runtime.sampler import sample
 from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
@@ -28,8 +28,10 @@ def layout_of(rows: tuple[ScheduledRow, ...], block_size: int) -> StepLayout:
 
 
 class ModelRunner:
-    def __init__(self, model: CausalLM, backend: AttentionBackend, cache: KVCache) -> None:
-        self.model = model
+    """A backend that can run the whole step takes the model over: ``model`` is then its packed copy."""
+
+    def __init__(self, model: CausalLM | FusedModel, backend: AttentionBackend, cache: KVCache) -> None:
+        self.model = backend.fuse(model) if isinstance(backend, FusingBackend) else model
         self.backend = backend
         self.cache = cache
         self._scale = model.shape.head_dim**-0.5
@@ -37,11 +39,9 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, rows: tuple[ScheduledRow, ...]) -> tuple[torch.Tensor, list[tuple[int, SamplingRow]]]:
         """Forward; logits [R, V] of everything that samples, and whose they are: (seq_id, how), forks included."""
-        device = self.model.device
         layout = layout_of(rows, self.cache.block_size)
-        ids = torch.tensor([t for r in rows for t in r.token_ids], dtype=torch.int64, device=device)
-        spans = [range(r.start, r.start + len(r.token_ids)) for r in rows]
-        positions = torch.tensor([p for span in spans for p in span], dtype=torch.int64, device=device)
+        ids = [t for r in rows for t in r.token_ids]
+        positions = [p for r in rows for p in range(r.start, r.start + len(r.token_ids))]
         sampled: list[tuple[int, SamplingRow]] = []
         wanted: list[int] = []
         last = -1
@@ -51,13 +51,22 @@ class ModelRunner:
                 here = [(row.seq_id, row.sampling), *row.forks]
                 sampled += here
                 wanted += [last] * len(here)
+        if isinstance(self.model, FusedModel):
+            return self.model.step(ids, positions, layout, wanted, self.cache), sampled
+        return self._unfused(self.model, ids, positions, layout, wanted), sampled
+
+    def _unfused(
+        self, model: CausalLM, ids: list[int], positions: list[int], layout: StepLayout, wanted: list[int]
+    ) -> torch.Tensor:
         meta = self.backend.prepare(layout, self.cache)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self.backend.forward(q, k, v, layer, self.cache, meta, self._scale)
 
-        rows_at = torch.tensor(wanted, dtype=torch.int64, device=device)
-        return self.model.forward(ids, positions, attend, rows_at), sampled
+        ids_at, positions_at, rows_at = (
+            torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, wanted)
+        )
+        return model.forward(ids_at, positions_at, attend, rows_at)
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks, all layers in one call; every source is read before any target is written."""

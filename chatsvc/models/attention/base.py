@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from chatsvc.models.base import CausalLM, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +83,36 @@ class AttentionBackend(Protocol):
         Returns:
             [T, num_heads, head_dim], contiguous. Slots that no sequence owns never contribute, whatever they hold.
         """
+        ...
+
+
+@runtime_checkable
+class FusedModel(Protocol):
+    """A model that runs a whole step, attention included, in one call."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+
+    def step(
+        self, ids: Sequence[int], positions: Sequence[int], layout: StepLayout, wanted: list[int], cache: KVCache
+    ) -> torch.Tensor:
+        """Write K and V, attend, and return the logits of ``wanted``.
+
+        Args:
+            ids, positions: [T].
+            wanted: [R] indices into T, one of them several times where a sequence forks.
+
+        Returns:
+            [R, vocab_size] float32 logits.
+        """
+        ...
+
+
+@runtime_checkable
+class FusingBackend(Protocol):
+    """An attention backend that can take a model over."""
+
+    def fuse(self, model: CausalLM | FusedModel) -> CausalLM | FusedModel:
+        """A fused copy of the model (the original may then be dropped), or the model itself when it cannot be."""
         ...

@@ -1,4 +1,4 @@
-"""Choose an attention backend by name; the one place that knows whether the optional triton package is there."""
+"""Choose an attention backend by name; the one place that knows whether triton and the compiled kernels are there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import torch
 
 from chatsvc.errors import ConfigError
 from chatsvc.models.attention.base import AttentionBackend
+from chatsvc.models.attention.cpu_backend import CpuBackend
 from chatsvc.models.attention.torch_backend import TorchBackend
+from kernels.cpu.build import BuildError, ensure
+from kernels.cpu.library import Library
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
-def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
+def make_backend(name: str, device: torch.device | str, threads: int | None = None) -> AttentionBackend:
     """The backend called ``name`` (one of :data:`BACKENDS`) for tensors on ``device``.
 
-    ``auto`` is triton on a CUDA device when triton is installed, else torch.
+    ``auto`` is triton on a CUDA device when triton is installed, else torch. ``cpu`` compiles its kernels when that
+    has not been done on this machine.
+
+    Args:
+        threads: of the compiled CPU kernels; None: as many as this process may use.
 
     Raises:
         ConfigError: unknown name, or this machine cannot run it; the message says what would help.
@@ -28,12 +35,19 @@ def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
     if name == "torch":
         return TorchBackend()
     if name == "cpu":
-        raise ConfigError(
-            "--attention-backend cpu: the compiled CPU kernels are not part of this version; use torch (or auto)"
-        )
+        return _cpu_backend(device, threads)
     if name == "triton":
         return _triton_backend(device)
     raise ConfigError(f"--attention-backend {name}: unknown; choose one of {', '.join(BACKENDS)}")
+
+
+def _cpu_backend(device: torch.device, threads: int | None) -> AttentionBackend:
+    if device.type != "cpu":
+        raise ConfigError(f"--attention-backend cpu: the model is on {device.type}; use torch or triton (or auto)")
+    try:
+        return CpuBackend(Library(ensure()), threads)
+    except (BuildError, OSError) as e:
+        raise ConfigError(f"--attention-backend cpu: {e}; use torch (or auto)") from e
 
 
 def _triton_installed() -> bool:

@@ -1,0 +1,42 @@
+"""Does a compiled library compute? ``python -m kernels.cpu.check LIBRARY``: run once after it is built.
+
+A minute part of what the tests do: that every tile gives one row the same bits, and that linear layers and attention
+agree with float64.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from kernels import reference
+from kernels.cpu.library import Attention, Library, Sequences
+
+
+def check(path: Path) -> None:
+    """Raises: AssertionError, OSError."""
+    library = Library(path)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(size, generator=generator) for size in ((40, 100), (70, 100), (70,)))
+    whole = library.linear(x, weight, bias, 2)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T + bias.double(), rtol=0, atol=1e-4)
+    for rows in range(1, 26):
+        assert torch.equal(library.linear(x[:rows], weight, bias, 1), whole[:rows]), f"tile of {rows} rows"
+
+    pool = torch.full((20, 1, 2, 8, 2, 32), float("nan"))
+    tables = [list(range(1, 18)), [18, 19]]
+    q, k, v = (torch.randn(131, heads, 32, generator=generator) for heads in (6, 2, 2))
+    slots = [table[p // 8] * 8 + p % 8 for table, n in zip(tables, (130, 1), strict=True) for p in range(n)]
+    step = Sequences([130, 1], [130, 1], tables, slots)
+    out = torch.full_like(q, float("nan"))
+    Attention(library, 2)(step.pack(), 2, q, k, v, pool, 0, 0.2, out)
+    want = reference.paged_attention(
+        q.double(), pool[:, 0, 0].double(), pool[:, 0, 1].double(), tables, [130, 1], [130, 1], 0.2
+    )
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
+if __name__ == "__main__":
+    check(Path(sys.argv[1]))

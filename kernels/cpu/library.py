@@ -1,0 +1,233 @@
+"""The compiled library as Python objects. Calls release the interpreter lock; one thread uses an object at a time.
+
+Arguments are tensors in and tensors out: float32, on the CPU, innermost dimension contiguous. Nothing here is checked
+twice: shapes are the caller's business once a model or a backend has been made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "ck_simd": (ctypes.c_char_p, []),
+    "ck_model_new": (_P, [_P, _F, _I]),
+    "ck_model_free": (None, [_P]),
+    "ck_model_linear": (_I, [_P, _L, _I, _L, _L, _P, _P]),
+    "ck_model_norms": (None, [_P, _L, _P, _P, _P, _P]),
+    "ck_model_finish": (None, [_P, _P, _I]),
+    "ck_model_forward": (_I, [_P, _P, _L, _L, _L, _P, _P, _L, _P]),
+    "ck_attention_new": (_P, [_I]),
+    "ck_attention_free": (None, [_P]),
+    "ck_attention": (_I, [_P, _P, _L, _L, _P, _L, _P, _L, _P, _L, _P, _P, _L, _F, _P]),
+    "ck_linear": (None, [_I, _P, _L, _P, _P, _L, _L, _P, _I]),
+}
+_KINDS = ("qkv", "o", "gate_up", "down", "head", "embed")
+
+
+class Library:
+    """The functions of one compiled library."""
+
+    def __init__(self, path: Path) -> None:
+        self._lib = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._lib, name)
+            function.restype, function.argtypes = result, arguments
+
+    def __getattr__(self, name: str) -> Any:  # ck_...
+        return getattr(self._lib, name)
+
+    @property
+    def simd(self) -> str:
+        """The instruction set that was compiled for: avx512, avx2 or generic."""
+        return str(self.ck_simd().decode())
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, repeat: int = 1
+    ) -> torch.Tensor:
+        """x [T, in] times weight [out, in], plus bias [out]; for tests and benches."""
+        y = torch.full((x.shape[0], weight.shape[0]), float("nan"))
+        self.ck_linear(threads, _at(x), x.shape[0], _at(weight), _at(bias), *weight.shape, _at(y), repeat)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernels need to know of a model."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
+    intermediate: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """A step's sequences in the kernels' layout: see ``chatsvc``'s StepLayout, or :class:`Attention`'s tests.
+
+    Attributes:
+        query_lens, seq_lens: [S].
+        block_tables: [S] block ids that cover ``seq_lens`` tokens.
+        slot_mapping: [T] ``block * block_size + offset``, or -1.
+    """
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    slot_mapping: Sequence[int]
+
+    def pack(self) -> array[int]:
+        """One array of int64, as ``api.cpp`` reads it."""
+        starts = [0]
+        for table in self.block_tables:
+            starts.append(starts[-1] + len(table))
+        packed = array("q", self.query_lens)
+        packed.extend(self.seq_lens)
+        packed.extend(starts)
+        packed.extend(self.slot_mapping)
+        for table in self.block_tables:
+            packed.extend(table)
+        return packed
+
+
+class Attention:
+    """Paged attention of one layer, with threads of its own (asleep between calls)."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self._lib = library
+        self._handle = library.ck_attention_new(threads)
+        if not self._handle:
+            raise MemoryError("no memory or no threads for the CPU attention kernels")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._lib.ck_attention_free(self._handle)
+
+    def __call__(
+        self,
+        packed: array[int],
+        sequences: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Write k, v [T, KV, D] to ``pool`` [N, layers, 2, block_size, KV, D], then fill out [T, H, D]."""
+        shape = array("q", (pool.shape[1], pool.shape[3], pool.shape[4], pool.shape[5], q.shape[1]))
+        failed = self._lib.ck_attention(
+            self._handle,
+            packed.buffer_info()[0],
+            q.shape[0],
+            sequences,
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            pool.data_ptr(),
+            shape.buffer_info()[0],
+            layer,
+            scale,
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the CPU attention kernels")
+
+
+class Model:
+    """All weights, packed for the kernels (a copy: the tensors may be dropped), and one call that runs a step.
+
+    Use: construct, ``linear`` and ``norms`` for every layer, ``finish``, then ``forward``.
+    """
+
+    def __init__(self, library: Library, shape: Shape, threads: int) -> None:
+        self._lib = library
+        self.shape = shape
+        numbers = array("q", (getattr(shape, name) for name in Shape.__slots__ if name != "eps"))
+        self._handle = library.ck_model_new(numbers.buffer_info()[0], shape.eps, threads)
+        if not self._handle:
+            raise MemoryError("no memory or no threads for the CPU kernels")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._lib.ck_model_free(self._handle)
+
+    def linear(self, layer: int, kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """``kind``: qkv, o, gate_up (weight [2 * intermediate, hidden]), down; head, embed (layer unused)."""
+        rows, k = weight.shape
+        n = rows // 2 if kind == "gate_up" else rows
+        if self._lib.ck_model_linear(self._handle, layer, _KINDS.index(kind), n, k, _at(weight), _at(bias)):
+            raise MemoryError(f"no memory for the packed weights of {kind}, layer {layer}")
+
+    def norms(
+        self, layer: int, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor | None, k: torch.Tensor | None
+    ) -> None:
+        """RMSNorm weights of a layer: before attention, before the MLP, of each query and key head."""
+        self._lib.ck_model_norms(self._handle, layer, _at(before), _at(after), _at(q), _at(k))
+
+    def finish(self, norm: torch.Tensor, tied: bool) -> None:
+        """The last norm; ``tied``: the embedding is the head."""
+        self._lib.ck_model_finish(self._handle, _at(norm), int(tied))
+
+    def forward(
+        self,
+        sequences: Sequences,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        angles: torch.Tensor,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        """One step.
+
+        Args:
+            ids, positions: [T].
+            wanted: [R] ascending indices into T.
+            angles: [P, D], P > every position: cos [D / 2], then sin [D / 2] of each position.
+            pool: [N, layers, 2, block_size, KV, D].
+
+        Returns:
+            [R, vocab] float32 logits.
+        """
+        packed = sequences.pack()
+        packed.extend(ids)
+        packed.extend(positions)
+        packed.extend(wanted)
+        logits = torch.empty(len(wanted), self.shape.vocab)
+        failed = self._lib.ck_model_forward(
+            self._handle,
+            packed.buffer_info()[0],
+            len(ids),
+            len(sequences.query_lens),
+            len(wanted),
+            angles.data_ptr(),
+            pool.data_ptr(),
+            pool.shape[3],
+            logits.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the CPU kernels' step")
+        return logits
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    """Its address; a tensor that the kernels cannot read as it lies is a mistake of the caller."""
+    if tensor is None:
+        return None
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.data_ptr()

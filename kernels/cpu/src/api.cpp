@@ -1,0 +1,136 @@
+// The C interface that kernels/cpu/library.py calls. No torch headers: raw pointers in, so one build serves every torch.
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+
+#include "step.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+static_assert(sizeof(long) == 8, "int64 arrays come in as long");
+
+namespace {
+
+struct Attention {
+    explicit Attention(int threads) : pool(threads) {}
+    Pool pool;
+    AttentionPlan plan;
+};
+
+std::vector<float> copied(const float* p, long n) { return p ? std::vector<float>(p, p + n) : std::vector<float>(); }
+
+// ints: query_lens [S], seq_lens [S], table_starts [S + 1], slots [T], tables.
+const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
+    s = {tokens, count, ints, ints + count, ints + 2 * count, nullptr, ints + 3 * count + 1};
+    s.tables = s.slots + tokens;
+    return s.tables + s.table_starts[count];
+}
+
+}  // namespace
+
+API const char* ck_simd() { return SIMD_NAME; }
+API int ck_version() { return 1; }
+
+API void* ck_model_new(const long* shape, float eps, int threads) {
+    try {
+        return new Model({shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], eps}, threads);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+API void ck_model_free(void* model) { delete static_cast<Model*>(model); }
+
+// which: 0 qkv, 1 o, 2 gate_up, 3 down of a layer; 4 head, 5 embed. Returns 0, or 1 when there is no memory.
+API int ck_model_linear(void* handle, long layer, int which, long n, long k, const float* weight, const float* bias) {
+    auto& model = *static_cast<Model*>(handle);
+    Matrix* m = which == 4 ? &model.head : which == 5 ? &model.embed : nullptr;
+    if (!m) {
+        auto& l = model.layers[layer];
+        m = which == 0 ? &l.qkv : which == 1 ? &l.o : which == 2 ? &l.gate_up : &l.down;
+    }
+    m->n = n, m->k = k, m->pairs = which == 2;
+    try {
+        m->pack(weight, bias, model.pool);
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
+}
+API void ck_model_norms(void* handle, long layer, const float* input, const float* post, const float* q, const float* k) {
+    auto& model = *static_cast<Model*>(handle);
+    auto& l = model.layers[layer];
+    l.input_norm = copied(input, model.shape.hidden), l.post_norm = copied(post, model.shape.hidden);
+    l.q_norm = copied(q, model.shape.dim), l.k_norm = copied(k, model.shape.dim);
+}
+API void ck_model_finish(void* handle, const float* norm, int tied) {
+    auto& model = *static_cast<Model*>(handle);
+    model.norm = copied(norm, model.shape.hidden);
+    model.tied = tied != 0;
+}
+
+// ints: what `sequences` reads, then ids [T], positions [T], wanted [R]. Returns 0, or 1 when there is no memory.
+API int ck_model_forward(void* handle, const long* ints, long tokens, long count, long rows, const float* angles,
+                         float* pages, long block_size, float* logits) {
+    auto& model = *static_cast<Model*>(handle);
+    const Shape& shape = model.shape;
+    Step step;
+    step.ids = sequences(ints, tokens, count, step.sequences);
+    step.positions = step.ids + tokens;
+    step.wanted = step.positions + tokens;
+    step.rows = rows;
+    step.angles = angles;
+    step.pages = {pages, shape.layers, block_size, shape.kv_heads, shape.dim};
+    step.logits = logits;
+    try {
+        model.forward(step);
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
+}
+
+API void* ck_attention_new(int threads) {
+    try {
+        return new Attention(threads);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+API void ck_attention_free(void* handle) { delete static_cast<Attention*>(handle); }
+
+// Writes k, v, then attention of one layer. q, k, v: rows of heads x dim with strides in floats; out contiguous.
+API int ck_attention(void* handle, const long* ints, long tokens, long count, const float* q, long ldq, const float* k,
+                     long ldk, const float* v, long ldv, float* pages, const long* shape, long layer, float scale,
+                     float* out) {
+    auto& a = *static_cast<Attention*>(handle);
+    const Pages p{pages, shape[0], shape[1], shape[2], shape[3]};
+    Sequences s;
+    sequences(ints, tokens, count, s);
+    try {
+        a.plan.build(s, p, shape[4], a.pool.size());
+        a.pool.run(AttentionPlan::PHASES + 1, [&](Worker& w) {
+            w.each(tokens, [&](long t) {
+                if (s.slots[t] < 0) return;
+                const long block = s.slots[t] / p.block_size, offset = s.slots[t] % p.block_size;
+                std::copy_n(k + t * ldk, p.token(), p.at(block, layer, 0, offset));
+                std::copy_n(v + t * ldv, p.token(), p.at(block, layer, 1, offset));
+            });
+            a.plan.run(w, q, ldq, p, layer, scale, out);
+        });
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
+}
+
+// y [rows, n] = x [rows, k] W^T (+ bias), for tests and the bench. Packs W anew each time.
+API void ck_linear(int threads, const float* x, long rows, const float* weight, const float* bias, long n, long k,
+                   float* y, int repeat) {
+    Pool pool(threads);
+    Matrix m;
+    m.n = n, m.k = k;
+    m.pack(weight, bias, pool);
+    for (int i = 0; i < repeat; ++i)
+        pool.run(1, [&](Worker& w) { linear(w, m, x, k, rows, y, n, Then::store, nullptr); });
+    m.release();
+}

@@ -1,0 +1,51 @@
+// y = x W^T in float32. Every output is one chain of fused multiply-adds over k, ascending, from zero: the same in every
+// tile, so a row's bits depend on nothing but that row and W.
+#pragma once
+#include "pool.h"
+#include "simd.h"
+
+// A linear layer's weights, [n, k], packed as panels [ceil(n / NR)][k][NR]: a vector lane is an output, k runs in memory.
+// With `pairs` the matrix is gate over up ([2n, k] packed so that a panel holds VL gates and their VL ups).
+struct Matrix {
+    long n = 0, k = 0;  // outputs (of a pair: one), inputs
+    bool pairs = false;
+    float* panels = nullptr;
+    float* bias = nullptr;  // packed like a panel with k = 1, or null
+
+    long count() const { return (n + (pairs ? VL : NR) - 1) / (pairs ? VL : NR); }
+    const float* panel(long i) const { return panels + i * k * NR; }
+    void pack(const float* weight, const float* bias, Pool& pool);
+    void release();
+    // weight[row, 0..k) back from the panels
+    void row(long row, float* out) const;
+};
+
+enum class Then {
+    store,   // y = acc + bias
+    add,     // y += acc + bias
+    swiglu,  // y = silu(gate) * up
+};
+
+// All threads call it together. x [rows, k] with ldx, y [rows, n] with ldy. `next`: what is read after this, or null.
+void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, float* y, long ldy, Then then,
+            const Matrix* next);
+
+// acc[m][0..1] = sum over kk of a[m * lda + kk] * b[kk * ldb + 0..NR). `ahead` is fetched in steps of `stride` bytes.
+template <int M>
+static inline __attribute__((always_inline)) void tile(const float* a, long lda, const float* b, long ldb, long k,
+                                                       vf (&acc)[M][2], const char* ahead, long stride) {
+    for (int m = 0; m < M; ++m) acc[m][0] = acc[m][1] = v_zero();
+    const float* p[(M + 2) / 3];
+    for (int i = 0; i < (M + 2) / 3; ++i) p[i] = a + 3 * i * lda;
+    for (long kk = 0; kk < k; ++kk, b += ldb, ahead += stride) {
+        prefetch(ahead);
+        prefetch(ahead + 64);
+        vf b0 = v_load(b), b1 = v_load(b + VL);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            vf x = v_set(p[m / 3][(m % 3) * lda + kk]);
+            acc[m][0] = v_fma(x, b0, acc[m][0]);
+            acc[m][1] = v_fma(x, b1, acc[m][1]);
+        }
+    }
+}

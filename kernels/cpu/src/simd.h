@@ -1,0 +1,184 @@
+// One vector type, `vf`, of VL floats: AVX-512, AVX2, or whatever the compiler makes of a 16-byte vector (NEON).
+// Every operation is one IEEE operation on each lane, and fma is fused, so a lane's result never depends on its place.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define SIMD_NAME "avx512"
+constexpr int VL = 16;
+constexpr int MR = 12;  // rows of the largest tile: MR x 2 accumulators, 2 weights and 1 input fit 32 registers
+using vf = __m512;
+using vi = __m512i;
+static inline vf v_zero() { return _mm512_setzero_ps(); }
+static inline vf v_set(float x) { return _mm512_set1_ps(x); }
+static inline vf v_load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void v_store(float* p, vf v) { _mm512_storeu_ps(p, v); }
+static inline vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }  // NaN in b stays
+static inline vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+static inline vf v_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2^n for whole n in [-126, 127].
+static inline vf v_pow2(vf n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+static inline __mmask16 v_first(int n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
+// The first n lanes of a, the others of b.
+static inline vf v_keep(vf a, int n, vf b) { return _mm512_mask_blend_ps(v_first(n), b, a); }
+static inline vf v_load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(v_first(n), p); }
+static inline void v_store_n(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, v_first(n), v); }
+
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define SIMD_NAME "avx2"
+constexpr int VL = 8;
+constexpr int MR = 6;
+using vf = __m256;
+static inline vf v_zero() { return _mm256_setzero_ps(); }
+static inline vf v_set(float x) { return _mm256_set1_ps(x); }
+static inline vf v_load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void v_store(float* p, vf v) { _mm256_storeu_ps(p, v); }
+static inline vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+static inline vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+static inline vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vf v_pow2(vf n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline __m256i v_first(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline vf v_keep(vf a, int n, vf b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(v_first(n))); }
+static inline vf v_load_n(const float* p, int n) { return _mm256_maskload_ps(p, v_first(n)); }
+static inline void v_store_n(float* p, vf v, int n) { _mm256_maskstore_ps(p, v_first(n), v); }
+
+#else
+#define SIMD_NAME "generic"
+constexpr int VL = 4;
+constexpr int MR = 8;
+typedef float vf __attribute__((vector_size(16)));
+#define LANES for (int i = 0; i < VL; ++i)
+static inline vf v_zero() { return vf{}; }
+static inline vf v_set(float x) { return vf{x, x, x, x}; }
+static inline vf v_load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+static inline void v_store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+#if defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA) || defined(__aarch64__)
+static inline vf v_fma(vf a, vf b, vf c) { LANES c[i] = __builtin_fmaf(a[i], b[i], c[i]); return c; }
+#else
+static inline vf v_fma(vf a, vf b, vf c) { return a * b + c; }  // no such instruction: two roundings, everywhere
+#endif
+static inline vf v_max(vf a, vf b) { LANES b[i] = a[i] > b[i] ? a[i] : b[i]; return b; }
+static inline vf v_min(vf a, vf b) { LANES b[i] = a[i] < b[i] ? a[i] : b[i]; return b; }
+static inline vf v_round(vf a) { LANES a[i] = __builtin_rintf(a[i]); return a; }
+static inline vf v_pow2(vf n) {
+    LANES {
+        std::int32_t bits = ((std::int32_t)n[i] + 127) << 23;
+        float f;
+        std::memcpy(&f, &bits, 4);
+        n[i] = f;
+    }
+    return n;
+}
+static inline vf v_keep(vf a, int n, vf b) { LANES b[i] = i < n ? a[i] : b[i]; return b; }
+static inline vf v_load_n(const float* p, int n) { vf v{}; LANES if (i < n) v[i] = p[i]; return v; }
+static inline void v_store_n(float* p, vf v, int n) { LANES if (i < n) p[i] = v[i]; }
+#undef LANES
+#endif
+
+constexpr int NR = 2 * VL;  // outputs of a tile; weights are packed in panels of NR
+
+static inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+// Horizontal operations go by halves, always the same way.
+static inline float v_sum(vf v) {
+    float a[VL];
+    v_store(a, v);
+    for (int half = VL / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) a[i] = a[i] + a[i + half];
+    return a[0];
+}
+static inline float v_most(vf v) {
+    float a[VL];
+    v_store(a, v);
+    for (int half = VL / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
+    return a[0];
+}
+
+// e^x to 1 unit in the last place or so; x below -87.3 counts as -87.3, above 88 as 88. NaN stays NaN.
+// Cody-Waite reduction to |r| <= ln(2) / 2, Taylor to r^7.
+static inline vf v_exp(vf x) {
+    x = v_min(v_set(88.0f), v_max(v_set(-87.3f), x));
+    vf n = v_round(x * v_set(1.44269504088896341f));
+    vf r = v_fma(n, v_set(-0.693359375f), x);
+    r = v_fma(n, v_set(2.12194440e-4f), r);
+    vf p = v_set(1.0f / 5040);
+    p = v_fma(p, r, v_set(1.0f / 720));
+    p = v_fma(p, r, v_set(1.0f / 120));
+    p = v_fma(p, r, v_set(1.0f / 24));
+    p = v_fma(p, r, v_set(1.0f / 6));
+    p = v_fma(p, r, v_set(0.5f));
+    p = v_fma(p, r, v_set(1.0f));
+    p = v_fma(p, r, v_set(1.0f));
+    return p * v_pow2(n);
+}
+static inline float s_exp(float x) {
+    float a[VL];
+    v_store(a, v_exp(v_set(x)));
+    return a[0];
+}
+
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// dst[i * ld + j] = rows[j][i] for i < n, j < VL.
+static inline void transpose(const float* const* rows, long n, float* dst, long ld) {
+    long i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= n; i += 16) {
+        __m512 a[16], b[16];
+        for (int j = 0; j < 16; ++j) a[j] = _mm512_loadu_ps(rows[j] + i);
+        for (int j = 0; j < 16; j += 2) {
+            b[j] = _mm512_unpacklo_ps(a[j], a[j + 1]);
+            b[j + 1] = _mm512_unpackhi_ps(a[j], a[j + 1]);
+        }
+        for (int j = 0; j < 16; j += 4) {
+            a[j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[j]), _mm512_castps_pd(b[j + 2])));
+            a[j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[j]), _mm512_castps_pd(b[j + 2])));
+            a[j + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[j + 1]), _mm512_castps_pd(b[j + 3])));
+            a[j + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[j + 1]), _mm512_castps_pd(b[j + 3])));
+        }
+        for (int j = 0; j < 4; ++j) {
+            __m512 lo = _mm512_shuffle_f32x4(a[j], a[j + 4], 0x88), hi = _mm512_shuffle_f32x4(a[j], a[j + 4], 0xdd);
+            __m512 lo2 = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0x88);
+            __m512 hi2 = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0xdd);
+            _mm512_storeu_ps(dst + (i + j) * ld, _mm512_shuffle_f32x4(lo, lo2, 0x88));
+            _mm512_storeu_ps(dst + (i + j + 4) * ld, _mm512_shuffle_f32x4(hi, hi2, 0x88));
+            _mm512_storeu_ps(dst + (i + j + 8) * ld, _mm512_shuffle_f32x4(lo, lo2, 0xdd));
+            _mm512_storeu_ps(dst + (i + j + 12) * ld, _mm512_shuffle_f32x4(hi, hi2, 0xdd));
+        }
+    }
+#elif defined(__AVX2__)
+    for (; i + 8 <= n; i += 8) {
+        __m256 a[8], b[8];
+        for (int j = 0; j < 8; ++j) a[j] = _mm256_loadu_ps(rows[j] + i);
+        for (int j = 0; j < 8; j += 2) {
+            b[j] = _mm256_unpacklo_ps(a[j], a[j + 1]);
+            b[j + 1] = _mm256_unpackhi_ps(a[j], a[j + 1]);
+        }
+        for (int j = 0; j < 8; j += 4) {
+            a[j] = _mm256_shuffle_ps(b[j], b[j + 2], 0x44);
+            a[j + 1] = _mm256_shuffle_ps(b[j], b[j + 2], 0xee);
+            a[j + 2] = _mm256_shuffle_ps(b[j + 1], b[j + 3], 0x44);
+            a[j + 3] = _mm256_shuffle_ps(b[j + 1], b[j + 3], 0xee);
+        }
+        for (int j = 0; j < 4; ++j) {
+            _mm256_storeu_ps(dst + (i + j) * ld, _mm256_permute2f128_ps(a[j], a[j + 4], 0x20));
+            _mm256_storeu_ps(dst + (i + j + 4) * ld, _mm256_permute2f128_ps(a[j], a[j + 4], 0x31));
+        }
+    }
+#endif
+    for (; i < n; ++i)
+        for (int j = 0; j < VL; ++j) dst[i * ld + j] = rows[j][i];
+}

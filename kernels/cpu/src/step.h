@@ -1,0 +1,50 @@
+// One forward step of a Llama-family model, all layers in one call.
+#pragma once
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+struct Shape {
+    long vocab, hidden, layers, heads, kv_heads, dim, intermediate;
+    float eps;
+};
+
+struct Layer {
+    std::vector<float> input_norm, post_norm, q_norm, k_norm;  // q_norm, k_norm may be empty
+    Matrix qkv, o, gate_up, down;
+};
+
+struct Step {
+    Sequences sequences;
+    const long* ids;          // [tokens]
+    const long* positions;    // [tokens]
+    const long* wanted;       // [rows] tokens whose logits are asked for
+    long rows;
+    const float* angles;      // [positions, dim]: cos [dim / 2], sin [dim / 2]
+    Pages pages;
+    float* logits;            // [rows, vocab]
+};
+
+class Model {
+  public:
+    Model(const Shape& shape, int threads) : shape(shape), pool(threads), layers(shape.layers) {}
+    ~Model();
+    void forward(const Step& step);
+
+    const Shape shape;
+    Pool pool;
+    std::vector<Layer> layers;
+    std::vector<float> norm;
+    Matrix embed;    // read row by row; empty when tied to head
+    Matrix head;
+    bool tied = false;
+
+  private:
+    void reserve(long tokens);
+    void run(Worker& w, const Step& step);
+    void place(const Layer& layer, const Step& step, long index, long token);
+
+    AttentionPlan plan_;
+    std::vector<float> hidden_, normed_, qkv_, attended_, inner_;
+};
