@@ -276,12 +276,17 @@ class AsyncEngine:
         finally:
             self._in_flight = self._step_began = None
         now = time.perf_counter()
-        for update in updates:
+        touched = [self._by_seq[update.sequence.seq_id] for update in updates]
+        for update, (running, choice) in zip(updates, touched, strict=True):
             try:
-                self._publish(update, now)
+                self._publish(update, running, choice, now)
             except Exception as e:
                 log.exception("publishing a token failed")
-                self._fail(update.sequence, f"the text could not be made: {type(e).__name__}: {e}")
+                self.scheduler.finish(update.sequence, "error")
+                running.end(choice, "error", error=f"the text could not be made: {type(e).__name__}: {e}")
+            running.generation.notify()
+        for running, _ in touched:  # only now: a request may have several updates in one step
+            self._forget_if_done(running)
         self._apply_aborts()
         self._tell_views()
 
@@ -296,28 +301,19 @@ class AsyncEngine:
             raise EngineError("the executor dropped the step") from None
         return checked_result(plan, result, self.capacity.vocab_size)
 
-    def _publish(self, update: SequenceUpdate, now: float) -> None:
+    def _publish(self, update: SequenceUpdate, running: Running, choice: Choice, now: float) -> None:
         """The one place where tokens become text."""
-        running, choice = self._by_seq[update.sequence.seq_id]
-        if choice.log.finish_reason is None:
-            stop = running.append(choice, update.tokens, update.finish_reason, now)
-            if stop is not None:
-                self.scheduler.finish(update.sequence, "stop")
-                running.end(choice, "stop", stop=stop)
-            elif update.finish_reason == "error":
-                running.end(choice, "error", error=update.error)
-            elif update.finish_reason is not None:
-                reason: FinishReason = "stop" if update.finish_reason == "stop" else "length"
-                running.end(choice, reason, stop=update.stop_reason)
-            running.generation.notify()
-        self._forget_if_done(running)
-
-    def _fail(self, sequence: Sequence, error: str) -> None:
-        running, choice = self._by_seq[sequence.seq_id]
-        self.scheduler.finish(sequence, "error")
-        running.end(choice, "error", error=error)
-        running.generation.notify()
-        self._forget_if_done(running)
+        if choice.log.finish_reason is not None:
+            return
+        stop = running.append(choice, update.tokens, update.finish_reason, now)
+        if stop is not None:
+            self.scheduler.finish(update.sequence, "stop")
+            running.end(choice, "stop", stop=stop)
+        elif update.finish_reason == "error":
+            running.end(choice, "error", error=update.error)
+        elif update.finish_reason is not None:
+            reason: FinishReason = "stop" if update.finish_reason == "stop" else "length"
+            running.end(choice, reason, stop=update.stop_reason)
 
     def _forget_if_done(self, running: Running) -> None:
         if running.generation.finished and running.request.finished:

@@ -55,7 +55,7 @@ async def test_BM_02_five_hundred_requests_with_random_ends(seed: int) -> None:
                 elif end == "n":
                     generation = rig.generate(prompt, n=rng.randint(2, 5), temperature=1.0, seed=i, stop=("a", "b"))
                 else:
-                    generation = rig.generate(prompt, max_tokens=rng.randint(1, 30))
+                    generation = rig.generate(prompt, max_tokens=rng.randint(1, 30), n=rng.choice([1, 1, 3]))
             except (Overloaded, InvalidRequest, ContextLengthExceeded):
                 refused += 1
                 await rig.turn(rng.randint(0, 5))
@@ -140,6 +140,21 @@ async def test_a_cancel_is_seen_at_once_wherever_the_request_stands() -> None:
         assert running.logs[0].tokens == [], "the token of the step in flight came too late"
         running.cancel()
         assert rig.metric("requests_finished_total", reason="abort") == 2
+
+
+@pytest.mark.parametrize("choices", [1, 2, 3])
+async def test_a_request_may_end_for_two_reasons_in_one_step(choices: int) -> None:
+    async with Rig() as rig:
+        other = rig.generate(5, max_tokens=30)
+        rig.executor.held = True
+        generation = rig.generate(5, n=choices, max_tokens=1)
+        await rig.until(lambda: rig.executor.pending and len(rig.executor.pending[0][0].rows) > 1)
+        generation.cancel()  # and the step in flight brings the last token of every choice
+        rig.executor.held = False
+        rig.executor.release()
+        await other.wait()
+        assert [log.finish_reason for log in generation.logs] == ["abort"] * choices
+        assert other.logs[0].finish_reason == "length"
 
 
 async def test_an_old_generation_does_not_cancel_a_new_one_of_the_same_id() -> None:

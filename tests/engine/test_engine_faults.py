@@ -109,12 +109,41 @@ async def test_SH_01_a_fault_in_the_text_fails_its_request_alone(where: str) -> 
         await others_are_right(rig, generations, "broken text")
 
 
-async def test_SH_01_one_choice_of_several_may_fail() -> None:
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("fault", ["error", "no token"])
+async def test_SH_01_one_choice_of_several_may_fail(victim: int, step: int, fault: str) -> None:
     async with Rig() as rig:
-        rig.executor.after = lambda plan, result: replace(result, errors={1: "NaN"}) if has(plan, 1) else result
-        generation = rig.generate(PROMPTS[0], n=3, max_tokens=6)
+
+        def after(plan: SchedulerOutput, result: StepResult) -> StepResult:
+            if plan.step != step:
+                return result
+            errors = {victim: "NaN"} if fault == "error" else {}
+            return replace(result, tokens=without(result, victim), errors=errors)
+
+        rig.executor.after = after
+        generation = rig.generate(PROMPTS[0], n=3, max_tokens=6, temperature=1.0)
         await generation.wait()
-        assert [log.finish_reason for log in generation.logs] == ["length", "error", "length"]
+        for choice, log in enumerate(generation.logs):
+            want = rig.solo(PROMPTS[0], 6, choice=choice, temperature=1.0)
+            # The first choice's row is the prompt's: what is wrong with it is wrong for all.
+            hit = choice == victim or (victim == 0 and step == 1)
+            assert log.finish_reason == ("error" if hit else "length")
+            assert log.token_ids == (want[: step - 1] if hit else want)
+
+
+async def test_SH_01_a_prompt_whose_step_raises_fails_all_its_choices() -> None:
+    async with Rig() as rig:
+
+        def before(plan: SchedulerOutput) -> None:
+            if has(plan, 1):
+                raise RuntimeError("boom")
+
+        rig.executor.before = before
+        good, bad = rig.generate(PROMPTS[0], max_tokens=12), rig.generate(PROMPTS[1], n=3)
+        await asyncio.gather(good.wait(), bad.wait())
+        assert good.logs[0].token_ids == rig.solo(PROMPTS[0], 12)
+        assert [log.finish_reason for log in bad.logs] == ["error"] * 3
 
 
 async def test_a_token_that_the_tokenizer_does_not_know_has_no_text() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class TinyEngine:
             prompt = rng.choice(heads)[: rng.randint(1, longest)] + [
                 rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))
             ]
-            generations.append(self.generate(prompt, greedy(answers)))
+            generations.append(self.generate(prompt, replace(greedy(answers), n=rng.choice((1, 1, 1, 3)))))
             if rng.random() < 0.4:
                 await anext(generations[-1].read())
         await asyncio.gather(*(g.wait() for g in generations))
