@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 import xxhash
 
@@ -28,10 +29,12 @@ def encode_extra(keys: Sequence[tuple[str, str]]) -> bytes:
 
 
 class PrefixIndex:
-    def __init__(self, secret: bytes) -> None:
+    """``ids`` is shared between tiers, so that a content id means the same everywhere and is never reused."""
+
+    def __init__(self, secret: bytes, ids: Iterator[int] | None = None) -> None:
         self._seed = int.from_bytes(hashlib.blake2b(secret, digest_size=8, person=b"chatsvc-kv").digest(), "little")
         self._blocks: dict[bytes, Block] = {}
-        self._next_id = ROOT_ID + 1
+        self._ids = ids if ids is not None else count(ROOT_ID + 1)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -55,11 +58,16 @@ class PrefixIndex:
         """Whoever stands under this digest, compared or not."""
         return self._blocks.get(digest)
 
-    def add(self, block: Block, digest: bytes, parent_id: int, tokens: bytes, extra: bytes) -> Content:
-        """Make ``block`` findable. The caller has made sure that nothing stands under ``digest``."""
+    def add(
+        self, block: Block, digest: bytes, parent_id: int, tokens: bytes, extra: bytes, content_id: int | None = None
+    ) -> Content:
+        """Make ``block`` findable, under a new content id unless it has one from another tier.
+
+        The caller has made sure that nothing stands under ``digest``.
+        """
         assert digest not in self._blocks and block.content is None
-        block.content = Content(self._next_id, parent_id, tokens, extra, digest)
-        self._next_id += 1
+        number = content_id if content_id is not None else next(self._ids)
+        block.content = Content(number, parent_id, tokens, extra, digest)
         self._blocks[digest] = block
         return block.content
 

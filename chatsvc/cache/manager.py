@@ -15,8 +15,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from chatsvc.cache.block import Block
+from chatsvc.cache.host import HostTier, Swapped
 from chatsvc.cache.index import ROOT_ID, PrefixIndex
 from chatsvc.cache.pool import BlockPool, CacheEvent
 
@@ -30,12 +32,14 @@ class BlockTable:
         blocks: physical blocks in logical order.
         digests: digests of the sequence's full blocks, as far as computed (a cache of pure values: survives a free).
         content_ids: content ids of the leading blocks whose identity is settled.
+        swapped: what the host tier keeps of it while it is preempted.
     """
 
     extra: bytes = b""
     blocks: list[Block] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     content_ids: list[int] = field(default_factory=list)
+    swapped: Swapped | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -44,23 +48,57 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Blocks that continue a table, found in the cache. Valid until the next change of the pool."""
+    """What continues a table, found in the cache. Valid until the next change of a pool.
+
+    Attributes:
+        blocks: full blocks, on the device or (``on_host``) in the host tier.
+        on_host: for each of them.
+        tail: the sequence's own partial last block in the host tier, where everything before it was found.
+        num_tokens: tokens that the table covers with all this.
+    """
 
     blocks: tuple[Block, ...] = ()
+    on_host: tuple[bool, ...] = ()
+    tail: Block | None = None
+    num_tokens: int = 0
 
     @property
-    def num_evictable(self) -> int:
-        """How many of them nobody uses now: taking them makes that many blocks fewer available."""
-        return sum(b.ref_count == 0 for b in self.blocks)
+    def num_missing(self) -> int:
+        """Available blocks that taking it costs: evictable ones stop being available, host blocks need new ones."""
+        fresh = sum(self.on_host) + (self.tail is not None)
+        return fresh + sum(b.ref_count == 0 for b, away in zip(self.blocks, self.on_host, strict=True) if not away)
 
 
 class BlockManager:
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, secret: bytes = b"") -> None:
+    """Args:
+    prefix_caching: equal prefixes share blocks.
+    num_host_blocks: size of the host tier; 0: none.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        secret: bytes = b"",
+        num_host_blocks: int = 0,
+    ) -> None:
+        ids = count(ROOT_ID + 1)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks, PrefixIndex(secret))
+        self.pool = BlockPool(num_blocks, PrefixIndex(secret, ids))
+        self.host = HostTier(num_host_blocks, PrefixIndex(secret, ids)) if num_host_blocks else None
+        if self.host is not None:
+            self.pool.on_evict = self.host.keep
         self.cow_copies = 0
         self._copies: list[tuple[int, int]] = []
+        self._stored: list[Block] = []  # made findable by the step that is being planned or runs
+
+    @property
+    def _identified(self) -> bool:
+        """Whether full blocks get an identity: to be shared, or at least (private extra keys) to be swapped."""
+        return self.prefix_caching or self.host is not None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -85,25 +123,36 @@ class BlockManager:
         A table whose last block is not settled (partial, or not findable) has nothing to continue: empty.
         """
         start = len(table.blocks)
-        if not self.prefix_caching or len(table.content_ids) < start:
+        if not self._identified or len(table.content_ids) < start:
             return Match()
         size = self.block_size
         parent = table.content_ids[-1] if start else ROOT_ID
         found: list[Block] = []
+        away: list[bool] = []
         for i in range(start, len(tokens) // size):
             part = tokens[i * size : (i + 1) * size].tobytes()
-            block = self.pool.index.find(self._digest(table, tokens, i), parent, part, b"" if i else table.extra)
+            key = (self._digest(table, tokens, i), parent, part, b"" if i else table.extra)
+            block = self.pool.index.find(*key)
+            on_host = block is None and self.host is not None
+            if block is None and self.host is not None:
+                block = self.host.find(*key)
             if block is None or block.content is None:
                 break
             found.append(block)
+            away.append(on_host)
             parent = block.content.content_id
-        return Match(tuple(found))
+        covered = (start + len(found)) * size
+        swapped = table.swapped
+        if swapped is not None and swapped.tail is not None and covered == swapped.computed // size * size:
+            return Match(tuple(found), tuple(away), swapped.tail, swapped.computed)
+        return Match(tuple(found), tuple(away), None, covered)
 
     def missing(self, table: BlockTable, num_tokens: int, match: Match | None = None, computed: int = 0) -> int:
         """Blocks out of ``num_available`` that ``allocate`` with the same arguments takes."""
         match = match or Match()
-        new = max(0, self.blocks_for(num_tokens) - len(table.blocks) - len(match.blocks))
-        return new + match.num_evictable + (self._shared_at(table, num_tokens, computed) is not None)
+        have = len(table.blocks) + len(match.blocks) + (match.tail is not None)
+        new = max(0, self.blocks_for(num_tokens) - have)
+        return new + match.num_missing + (self._shared_at(table, num_tokens, computed) is not None)
 
     def _shared_at(self, table: BlockTable, num_tokens: int, computed: int) -> int | None:
         """Index of a block that others read too and that a step from ``computed`` to ``num_tokens`` writes into.
@@ -125,29 +174,52 @@ class BlockManager:
             return False
         shared = self._shared_at(table, num_tokens, computed)
         if shared is not None:
-            old, new = table.blocks[shared], self.pool.take()
+            old, new = table.blocks[shared], self._take()
             table.blocks[shared] = new
             self._copies.append((old.id, new.id))
             self.cow_copies += 1
             self.pool.unref(old)
-        for block in match.blocks if match else ():
-            assert block.content is not None
-            self.pool.ref(block)
-            table.blocks.append(block)
-            table.content_ids.append(block.content.content_id)
+        if match is not None:
+            self._append(table, match)
         while len(table.blocks) * self.block_size < num_tokens:
-            table.blocks.append(self.pool.take())
+            table.blocks.append(self._take())
         return True
 
-    def store_full(self, table: BlockTable, tokens: array[int], num_computed: int) -> list[Block]:
-        """Give every full block below ``num_computed`` its identity; returns those that became findable.
+    def _take(self) -> Block:
+        block = self.pool.take()
+        if self.host is not None:
+            self.host.device_taken(block.id)
+        return block
+
+    def _append(self, table: BlockTable, match: Match) -> None:
+        # Everything found is held before anything is taken: taking evicts.
+        for block, away in zip(match.blocks, match.on_host, strict=True):
+            (self.host.pool if away and self.host else self.pool).ref(block)
+        for block, away in zip(match.blocks, match.on_host, strict=True):
+            c = block.content
+            assert c is not None
+            table.content_ids.append(c.content_id)
+            if away and self.host is not None:
+                device = self._take()
+                self.host.fetch(block, device)
+                self.host.pool.unref(block)
+                self.pool.store(device, c.digest, c.parent_id, c.tokens, c.extra, c.content_id)
+                self._stored.append(device)
+                block = device
+            table.blocks.append(block)
+        if match.tail is not None and self.host is not None:
+            device = self._take()
+            self.host.fetch(match.tail, device)
+            table.blocks.append(device)
+
+    def store_full(self, table: BlockTable, tokens: array[int], num_computed: int) -> None:
+        """Give every full block below ``num_computed`` its identity.
 
         Called when the step that fills them is submitted: steps run in order and a layer writes its KV before
         attention reads it, so later rows of the same step may already read them.
         """
-        stored: list[Block] = []
-        if not self.prefix_caching:
-            return stored
+        if not self._identified:
+            return
         size = self.block_size
         while (len(table.content_ids) + 1) * size <= num_computed:
             i = len(table.content_ids)
@@ -161,8 +233,7 @@ class BlockManager:
                 continue
             block = table.blocks[i]
             table.content_ids.append(self.pool.store(block, digest, parent, part, extra).content_id)
-            stored.append(block)
-        return stored
+            self._stored.append(block)
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """The child sees the parent's blocks, the partial last one included; whoever writes into it first copies it."""
@@ -171,6 +242,7 @@ class BlockManager:
             self.pool.ref(block)
             child.blocks.append(block)
         child.content_ids[:] = parent.content_ids
+        child.digests[:] = parent.digests[: len(parent.content_ids)]
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Copies recorded since the last call: (source, target) block ids, to be done before anything is written."""
@@ -178,15 +250,54 @@ class BlockManager:
         self._copies.clear()
         return copies
 
+    def take_moves(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """Moves between the tiers for the step that is about to be submitted: (device, host) out, (host, device) in."""
+        return self.host.take_moves() if self.host is not None else ((), ())
+
+    def step_over(self, *, failed: bool = False) -> None:
+        """The step is done. If it failed, the blocks that it should have filled are not what they were said to be."""
+        if failed:
+            self.withdraw(self._stored)
+        self._stored.clear()
+        if self.host is not None:
+            self.host.step_over(failed=failed)
+
     def withdraw(self, blocks: Iterable[Block]) -> None:
-        """The step that should have filled them failed: they were never what they were said to be."""
+        """Stop blocks being findable."""
         for block in blocks:
             self.pool.withdraw(block)
 
-    def free(self, table: BlockTable) -> None:
-        """Give all blocks back, tail first, so that a sequence's tail is evicted before its head. Idempotent."""
+    def swap_out(self, table: BlockTable, computed: int) -> bool:
+        """Pin what the table has computed in the host tier, then free it. False, and nothing done, without room."""
+        if self.host is None or not computed:
+            return False
+        settled = len(table.content_ids)
+        # A settled block without content of its own is a twin: the one that is findable is the one to keep.
+        full = [self.pool.index.holder(d) or b for d, b in zip(table.digests, table.blocks[:settled], strict=False)]
+        partial = computed > settled * self.block_size
+        swapped = self.host.swap_out(full, table.blocks[settled] if partial else None, computed)
+        if swapped is None:
+            return False
+        self.free(table)
+        table.swapped = swapped
+        return True
+
+    def came_back(self, table: BlockTable) -> None:
+        """The sequence runs again (what it needed is being fetched), or has ended: its pins go."""
+        if table.swapped is not None and self.host is not None:
+            self.host.release(table.swapped)
+        table.swapped = None
+
+    def free(self, table: BlockTable, *, ended: bool = False) -> None:
+        """Give all blocks back, tail first, so that a sequence's tail is evicted before its head. Idempotent.
+
+        Without prefix caching nobody can use an ended sequence's blocks: they are not kept.
+        """
         while table.blocks:
-            self.pool.unref(table.blocks.pop())
+            block = table.blocks.pop()
+            if ended and not self.prefix_caching and block.ref_count == 1:
+                self.pool.withdraw(block)
+            self.pool.unref(block)
         table.content_ids.clear()
 
     def take_events(self) -> list[CacheEvent]:
@@ -203,7 +314,10 @@ class BlockManager:
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """The pool is whole and reference counts equal the tables that name each block. Raises: AssertionError."""
+        tables = list(tables)
         self.pool.check_integrity()
+        if self.host is not None:
+            self.host.check_integrity([t.swapped for t in tables if t.swapped is not None])
         counts: dict[int, int] = {}
         for table in tables:
             ids = table.ids

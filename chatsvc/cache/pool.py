@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._blank.append(block)
         self.evictions = 0
+        self.on_evict: Callable[[Block], None] | None = None
         self._events: deque[CacheEvent] = deque()
         self._events_lost = False
 
@@ -67,6 +69,8 @@ class BlockPool:
         else:
             block = self._cached.pop()
             self.evictions += 1
+            if self.on_evict is not None:
+                self.on_evict(block)
             self._forget(block)
         block.ref_count = 1
         return block
@@ -84,13 +88,15 @@ class BlockPool:
         if block.ref_count == 0:
             (self._blank if block.content is None else self._cached).append(block)
 
-    def store(self, block: Block, digest: bytes, parent_id: int, tokens: bytes, extra: bytes) -> Content:
+    def store(
+        self, block: Block, digest: bytes, parent_id: int, tokens: bytes, extra: bytes, content_id: int | None = None
+    ) -> Content:
         """Make a used block findable. What stood under the digest before (an orphan whose parent was evicted, or a
         colliding digest) is withdrawn: the latest content is the likeliest to be asked for."""
         holder = self.index.holder(digest)
         if holder is not None:
             self.withdraw(holder)
-        content = self.index.add(block, digest, parent_id, tokens, extra)
+        content = self.index.add(block, digest, parent_id, tokens, extra, content_id)
         self._event(CacheEvent("stored", block.id, content.content_id, parent_id, digest))
         return content
 

@@ -40,6 +40,7 @@ class SimulatedConfig:
     token_seconds: float = 0.0
     first_token_id: int = 0
     tokens_per_step: int = 512
+    num_host_blocks: int = 0
 
 
 def hashed_token(first: int, vocab_size: int, seed_by_choice: bool = True) -> TokenFn:
@@ -63,6 +64,7 @@ class SimulatedExecutor:
         self.config = config
         self._token_fn = token_fn or hashed_token(config.first_token_id, config.vocab_size)
         self._pool = array("i", [UNWRITTEN]) * ((config.num_blocks + 1) * config.block_size)
+        self._host = array("i", [UNWRITTEN]) * ((config.num_host_blocks + 1) * config.block_size)
         self._thread: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
         self.steps = 0
@@ -86,10 +88,9 @@ class SimulatedExecutor:
         began = time.perf_counter()
         self.steps += 1
         seconds = self.config.step_seconds + self.config.token_seconds * plan.num_tokens
-        size = self.config.block_size
-        sources = [self._pool[src * size : (src + 1) * size] for src, _ in plan.copies]
-        for (_, dst), tokens_of in zip(plan.copies, sources, strict=True):
-            self._pool[dst * size : (dst + 1) * size] = tokens_of
+        self._move(self._pool, self._host, plan.swap_out)
+        self._move(self._pool, self._pool, plan.copies)
+        self._move(self._host, self._pool, plan.swap_in)
         for row in plan.rows:
             self._write(row)
         tokens = {}
@@ -102,6 +103,12 @@ class SimulatedExecutor:
         if seconds > 0:
             self._stop.wait(max(0.0, seconds - (time.perf_counter() - began)))
         return StepResult(plan.step, tokens, {}, time.perf_counter() - began)
+
+    def _move(self, source: array[int], target: array[int], pairs: tuple[tuple[int, int], ...]) -> None:
+        size = self.config.block_size
+        read = [source[a * size : (a + 1) * size] for a, _ in pairs]
+        for (_, b), tokens in zip(pairs, read, strict=True):
+            target[b * size : (b + 1) * size] = tokens
 
     def _slots(self, row: ScheduledRow, positions: Iterable[int]) -> Iterable[int]:
         size = self.config.block_size

@@ -54,13 +54,15 @@ class ScheduledRow:
 class SchedulerOutput:
     """One step. ``rows`` are in scheduling order.
 
-    ``copies`` are (source block, target block), done before the forward pass; all sources are read before any target
-    is written.
+    Done before the forward pass, in this order, each list reading all its sources before it writes any target:
+    ``swap_out`` (device block, host block), ``copies`` (device block, device block), ``swap_in`` (host, device).
     """
 
     step: int
     rows: tuple[ScheduledRow, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

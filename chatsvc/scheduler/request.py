@@ -82,8 +82,10 @@ class Request:
     priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
 
-    def make_sequences(self, first_id: int) -> None:
-        extra = encode_extra([("tenant", self.tenant), ("salt", self.cache_salt)])
+    def make_sequences(self, first_id: int, *, private: bool = False) -> None:
+        """``private``: no other request finds this one's blocks."""
+        keys = [("tenant", self.tenant), ("salt", self.cache_salt)]
+        extra = encode_extra([*keys, ("request", str(first_id))] if private else keys)
         for choice in range(self.params.n):
             tokens = array("i", self.prompt_token_ids)
             self.sequences.append(

@@ -19,19 +19,31 @@ token, share its blocks, and copy the partial last one when they first write int
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from typing import Literal
 
-from chatsvc.cache.block import Block
 from chatsvc.cache.manager import BlockManager
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
+from chatsvc.scheduler.queues import Queues
 from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
 
 # A waiting sequence that must wait for somebody's block does not hold up those behind it, up to this many.
 MAX_PASSED_OVER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCosts:
+    """Attributes:
+    mode: recompute, swap, or auto: whichever is estimated to cost less.
+    block_seconds: moving one block between the tiers.
+    token_seconds: computing one token.
+    """
+
+    mode: Literal["auto", "swap", "recompute"] = "recompute"
+    block_seconds: float = 0.0
+    token_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +53,14 @@ class SchedulerConfig:
     max_total_tokens: prompt and output of one sequence: min(context, pool).
     watermark_tokens: room kept for each running sequence when a new one is admitted.
     eos_token_ids: the model's end tokens.
+    swap: how a preempted sequence's blocks are given up.
     """
 
     max_num_seqs: int
     max_total_tokens: int
     watermark_tokens: int
     eos_token_ids: frozenset[int]
+    swap: SwapCosts = SwapCosts()
 
 
 @dataclass(slots=True)
@@ -60,7 +74,8 @@ class SchedulerStats:
     query_tokens: int = 0
     hit_tokens: int = 0
     recompute_hit_tokens: int = 0
-    preemptions: int = 0
+    preemptions: int = 0  # by recomputation
+    swaps: int = 0  # preemptions by swapping
 
 
 class Scheduler:
@@ -69,76 +84,66 @@ class Scheduler:
         self.manager = manager
         self.budget = budget
         self.stats = SchedulerStats()
-        self.running: list[Sequence] = []  # by order (arrival, id)
-        self.preempted: list[Sequence] = []  # by order
-        self.waiting: dict[int, Sequence] = {}  # by arrival; a dict, so that aborting is O(1)
-        self.forking: dict[int, list[Sequence]] = {}  # by the seq_id of the first choice
-        self._sequences: dict[int, Sequence] = {}
+        self.queues = Queues(private=not manager.prefix_caching)
         self._suspects: set[int] = set()
-        self._next_seq_id = 0
         self._step = 0
         self._turns = 0
-        self._stored: list[Block] = []  # made findable by the step in flight
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue all sequences of a request. Whether it can ever fit was checked before (``max_total_tokens``)."""
-        request.make_sequences(self._next_seq_id)
-        self._next_seq_id += len(request.sequences)
-        first, *others = request.sequences
-        assert first.num_prompt < self.config.max_total_tokens
-        self.waiting[first.seq_id] = first
-        for seq in others:
-            seq.state = State.FORKING
-        if others:
-            self.forking[first.seq_id] = others
-        self._sequences.update((s.seq_id, s) for s in request.sequences)
+        assert len(request.prompt_token_ids) < self.config.max_total_tokens
+        self.queues.add(request)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """The one way out for a sequence, whatever its state. Idempotent. Never called while its step is in flight."""
         if seq.state is State.FINISHED:
             return
-        self._leave(seq)
-        self.manager.free(seq.table)
-        seq.state = State.FINISHED
+        self.queues.move(seq, State.FINISHED)
+        self.manager.free(seq.table, ended=True)
+        self.manager.came_back(seq.table)
         seq.finish_reason = reason
         self._suspects.discard(seq.seq_id)
-        del self._sequences[seq.seq_id]
 
-    def _leave(self, seq: Sequence) -> None:
-        if seq.state is State.WAITING:
-            del self.waiting[seq.seq_id]
-        elif seq.state is State.FORKING:
-            first = seq.request.sequences[0].seq_id
-            self.forking[first].remove(seq)
-            if not self.forking[first]:
-                del self.forking[first]
-        else:
-            (self.running if seq.state is State.RUNNING else self.preempted).remove(seq)
+    @property
+    def running(self) -> list[Sequence]:
+        return self.queues.running
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        return self.queues.preempted
+
+    @property
+    def waiting(self) -> dict[int, Sequence]:
+        return self.queues.waiting
+
+    @property
+    def num_swapped(self) -> int:
+        return sum(s.table.swapped is not None for s in self.preempted)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self.queues.all)
 
     def sequences(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return iter(self.queues.all.values())
 
     # -- planning ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. Empty only when there is no work."""
         self._step += 1
-        self._stored = []
         if self._suspects:
-            rows = [self._schedule_alone(self._sequences[min(self._suspects)])]
+            rows = [self._schedule_alone(self.queues.all[min(self._suspects)])]
         else:
             rows = self._plan()
             # An empty pass has preempted at least one running sequence; with none left, admission succeeds.
-            while not rows and self._sequences:
+            while not rows and self.queues.all:
                 rows = self._plan()
         self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
-        return SchedulerOutput(self._step, tuple(rows), self.manager.take_copies())
+        out, into = self.manager.take_moves()
+        return SchedulerOutput(self._step, tuple(rows), self.manager.take_copies(), out, into)
 
     def _plan(self) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
@@ -146,7 +151,7 @@ class Scheduler:
         left = self.budget.limit
         shares = self._share(left)
         for seq_id in shares:  # in the order of their claims, so that turns stay a queue
-            self._take_turn(self._sequences[seq_id])
+            self._take_turn(self.queues.all[seq_id])
         calm = True
         for seq in list(self.running):
             if seq.state is not State.RUNNING or seq.seq_id not in shares:
@@ -191,7 +196,7 @@ class Scheduler:
     def _top_up(self, rows: list[ScheduledRow], left: int) -> list[ScheduledRow]:
         """What nobody behind could use goes back to those that still prefill, oldest first."""
         for i, row in enumerate(rows):
-            seq = self._sequences[row.seq_id]
+            seq = self.queues.all[row.seq_id]
             end = row.start + len(row.token_ids)
             more = min(left, len(seq.tokens) - end)
             if more <= 0 or not self.manager.allocate(seq.table, end + more, computed=end):
@@ -226,12 +231,8 @@ class Scheduler:
             return True
         match = self.manager.match(seq.table, seq.tokens)
         if match.blocks and self.manager.allocate(seq.table, 0, match):
-            seq.num_computed = self._computed_after_match(seq)
+            seq.num_computed = min(match.num_tokens, len(seq.tokens) - 1)
         return not self._is_claimed(seq, claimed)
-
-    def _computed_after_match(self, seq: Sequence) -> int:
-        # A fully cached sequence recomputes its last token (with slot -1) to have something to sample from.
-        return min(len(seq.table.blocks) * self.manager.block_size, len(seq.tokens) - 1)
 
     def _is_claimed(self, seq: Sequence, claimed: set[bytes]) -> bool:
         if not self.manager.prefix_caching or not claimed or seq.num_computed % self.manager.block_size:
@@ -255,7 +256,8 @@ class Scheduler:
             room = reserved + watermark * len(self.running) if self.running else 0
             if need + room > self.manager.pool.num_available:
                 break
-            seq.num_computed = min(len(match.blocks) * self.manager.block_size, len(seq.tokens) - 1)
+            # A fully cached sequence recomputes its last token (with slot -1) to have something to sample from.
+            seq.num_computed = min(match.num_tokens, len(seq.tokens) - 1)
             if self._is_claimed(seq, claimed):
                 seq.num_computed = 0
                 passed_over += 1
@@ -263,20 +265,18 @@ class Scheduler:
             n = self._chunk(seq, budget, alone=len(self.waiting) + len(self.preempted) == 1)
             placed = self.manager.allocate(seq.table, seq.num_computed + n, match)
             assert placed, "admission asked for less than allocation"
+            self.manager.came_back(seq.table)
             self._book_hits(seq)
             self._take_turn(seq)
-            self._leave(seq)
-            seq.state = State.RUNNING
-            bisect.insort(self.running, seq, key=lambda s: s.order)
+            self.queues.move(seq, State.RUNNING)
             reserved += max(0, self.manager.blocks_for(len(seq.tokens)) - len(seq.table.blocks))
             rows.append(self._row(seq, n, claimed))
             budget -= n
         return rows
 
-    def _candidates(self) -> list[Sequence]:
+    def _candidates(self) -> Iterable[Sequence]:
         """Who may be admitted, in this order. The bench's static baseline narrows it to the members of its batch."""
-        most = self.config.max_num_seqs - len(self.running) + MAX_PASSED_OVER + 1
-        return [*self.preempted, *islice(self.waiting.values(), most)]
+        return self.queues.candidates(self.config.max_num_seqs - len(self.running) + MAX_PASSED_OVER + 1)
 
     def _book_hits(self, seq: Sequence) -> None:
         hits = seq.num_computed
@@ -293,7 +293,7 @@ class Scheduler:
         """The sequence's row; what the step will have filled is findable from now on."""
         start, end = seq.num_computed, seq.num_computed + n
         settled = len(seq.table.content_ids) * self.manager.block_size
-        self._stored += self.manager.store_full(seq.table, seq.tokens, end)
+        self.manager.store_full(seq.table, seq.tokens, end)
         if end < len(seq.tokens):
             digest = self.manager.next_digest(seq.table, seq.tokens, end)
             if digest is not None:
@@ -309,7 +309,7 @@ class Scheduler:
         )
 
     def _forks(self, seq: Sequence) -> tuple[tuple[int, SamplingRow], ...]:
-        return tuple((s.seq_id, self._sampling(s)) for s in self.forking.get(seq.seq_id, ()))
+        return tuple((s.seq_id, self._sampling(s)) for s in self.queues.forking.get(seq.seq_id, ()))
 
     def _sampling(self, seq: Sequence) -> SamplingRow:
         p = seq.request.params
@@ -331,24 +331,31 @@ class Scheduler:
         """A suspect runs by itself, so that a failure tells who caused it. Everybody else pauses."""
         if seq.state is not State.RUNNING:
             while self.running:
-                self._preempt(self.running[-1])
-            self._leave(seq)
-            seq.state = State.RUNNING
-            self.running.append(seq)
+                self._preempt(self.running[-1], swap=False)
+            self.queues.move(seq, State.RUNNING)
         n = min(self.budget.limit, seq.num_missing)
         placed = self.manager.allocate(seq.table, seq.num_computed + n, computed=seq.num_computed)
         assert placed, "one sequence alone always fits"
         return self._row(seq, n, set())
 
-    def _preempt(self, seq: Sequence) -> None:
-        """By recomputation: its full blocks stay findable until somebody needs them."""
-        self.running.remove(seq)
-        self.manager.free(seq.table)
+    def _preempt(self, seq: Sequence, *, swap: bool = True) -> None:
+        """It gives its blocks back. Swapped: the host tier keeps them. Else its full blocks stay findable until
+        somebody needs them, and what is gone is recomputed."""
+        if swap and self._swap_is_cheaper(seq) and self.manager.swap_out(seq.table, seq.num_computed):
+            self.stats.swaps += 1
+        else:
+            self.manager.free(seq.table)
+            self.stats.preemptions += 1
         seq.num_computed = 0
         seq.preemptions += 1
-        seq.state = State.PREEMPTED
-        bisect.insort(self.preempted, seq, key=lambda s: s.order)
-        self.stats.preemptions += 1
+        self.queues.move(seq, State.PREEMPTED)
+
+    def _swap_is_cheaper(self, seq: Sequence) -> bool:
+        """Out and in again, against computing all of it again."""
+        costs = self.config.swap
+        if costs.mode == "auto":
+            return 2 * len(seq.table.blocks) * costs.block_seconds < seq.num_computed * costs.token_seconds
+        return costs.mode == "swap"
 
     # -- results -----------------------------------------------------------------------------------------------
 
@@ -356,7 +363,7 @@ class Scheduler:
         """Apply a finished step: append tokens, finish and free."""
         updates: list[SequenceUpdate] = []
         for row in plan.rows:
-            seq = self._sequences[row.seq_id]
+            seq = self.queues.all[row.seq_id]
             error = result.errors.get(row.seq_id)
             if error is not None:
                 # Whatever it alone wrote is not to be believed.
@@ -369,7 +376,7 @@ class Scheduler:
             self._suspects.discard(seq.seq_id)
             updates += self._fork(seq, row, result)
             updates.append(self._append(seq, result.tokens[row.seq_id]))
-        self._stored = []
+        self.manager.step_over()
         self.budget.observe(plan.num_tokens, result.seconds)
         return updates
 
@@ -377,16 +384,13 @@ class Scheduler:
         """The other choices begin: with the parent's blocks while sequence slots last, else as preempted ones."""
         updates: list[SequenceUpdate] = []
         for seq_id, _ in row.forks:
-            seq = self._sequences[seq_id]
-            self._leave(seq)
+            seq = self.queues.all[seq_id]
             if len(self.running) < self.config.max_num_seqs:
+                self.queues.move(seq, State.RUNNING)
                 self.manager.fork(parent.table, seq.table)
                 seq.num_computed = parent.num_computed
-                seq.state = State.RUNNING
-                bisect.insort(self.running, seq, key=lambda s: s.order)
             else:
-                seq.state = State.PREEMPTED
-                bisect.insort(self.preempted, seq, key=lambda s: s.order)
+                self.queues.move(seq, State.PREEMPTED)
             error = result.errors.get(seq_id)
             updates += self._fail(seq, error) if error is not None else [self._append(seq, result.tokens[seq_id])]
         return updates
@@ -414,19 +418,18 @@ class Scheduler:
 
     def step_failed(self, plan: SchedulerOutput, error: str) -> list[SequenceUpdate]:
         """The step as a whole raised. A row that was alone is guilty; otherwise each is tried alone from now on."""
-        self.manager.withdraw(self._stored)
-        self._stored = []
+        self.manager.step_over(failed=True)
         if len(plan.rows) == 1:
-            return self._fail(self._sequences[plan.rows[0].seq_id], error)
+            return self._fail(self.queues.all[plan.rows[0].seq_id], error)
         for row in plan.rows:
-            seq = self._sequences[row.seq_id]
+            seq = self.queues.all[row.seq_id]
             self._suspects.add(seq.seq_id)
-            self._preempt(seq)
+            self._preempt(seq, swap=False)
         return []
 
     def _fail(self, seq: Sequence, error: str) -> list[SequenceUpdate]:
         """The sequence fails, and with it the choices that wait to be forked from it."""
-        failed = [seq, *self.forking.get(seq.seq_id, ())]
+        failed = [seq, *self.queues.forking.get(seq.seq_id, ())]
         for one in failed:
             self.finish(one, "error")
         return [SequenceUpdate(one, [], "error", error=error) for one in failed]
@@ -438,22 +441,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Every invariant of scheduler and pool, between steps. Raises: AssertionError."""
-        self.manager.check_integrity(s.table for s in self._sequences.values())
-        states: dict[State, Collection[Sequence]] = {
-            State.RUNNING: self.running,
-            State.PREEMPTED: self.preempted,
-            State.WAITING: self.waiting.values(),
-            State.FORKING: [s for forks in self.forking.values() for s in forks],
-        }
-        assert sum(len(v) for v in states.values()) == len(self._sequences)
-        for state, seqs in states.items():
-            for seq in seqs:
-                assert seq.state is state and self._sequences[seq.seq_id] is seq
-                assert len(seq.tokens) < self.config.max_total_tokens + 1
-                if state is not State.RUNNING:
-                    assert not seq.table.blocks and seq.num_computed == 0
-                assert len(seq.table.blocks) * self.manager.block_size >= seq.num_computed
-                assert seq.num_computed < len(seq.tokens)
-        assert self.running == sorted(self.running, key=lambda s: s.order)
-        assert self.preempted == sorted(self.preempted, key=lambda s: s.order)
+        self.manager.check_integrity(s.table for s in self.queues.all.values())
+        self.queues.check_integrity()
+        for seq in self.running:
+            assert len(seq.table.blocks) * self.manager.block_size >= seq.num_computed
+            assert seq.num_computed < len(seq.tokens) <= self.config.max_total_tokens
+            assert seq.table.swapped is None
         assert len(self.running) <= self.config.max_num_seqs

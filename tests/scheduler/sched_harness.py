@@ -12,7 +12,7 @@ from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SampledToken, SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, SequenceUpdate
-from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
+from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
 
 VOCAB = 997
 EOS = 3
@@ -28,12 +28,17 @@ class Bench:
         max_num_seqs: int = 8,
         prefix_caching: bool = True,
         secret: bytes = b"s",
+        num_host_blocks: int = 0,
+        swap: SwapCosts | None = None,
     ) -> None:
-        self.manager = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching, secret=secret)
+        self.manager = BlockManager(
+            num_blocks, block_size, prefix_caching=prefix_caching, secret=secret, num_host_blocks=num_host_blocks
+        )
         self.limit = num_blocks * block_size
-        config = SchedulerConfig(max_num_seqs, self.limit, block_size, frozenset({EOS}))
+        swap = swap or SwapCosts("swap" if num_host_blocks else "recompute")
+        config = SchedulerConfig(max_num_seqs, self.limit, block_size, frozenset({EOS}), swap)
         self.scheduler = Scheduler(config, self.manager, StepBudget(budget, adaptive=False))
-        sim = SimulatedConfig(num_blocks, block_size, VOCAB, self.limit)
+        sim = SimulatedConfig(num_blocks, block_size, VOCAB, self.limit, num_host_blocks=num_host_blocks)
         self.executor = SimulatedExecutor(sim)
         self.token_fn = hashed_token(0, VOCAB)
         self.requests: dict[str, Request] = {}
@@ -68,7 +73,7 @@ class Bench:
     def apply(self, plan: SchedulerOutput, result: StepResult) -> None:
         rows = {r.seq_id: r for r in plan.rows}
         rows |= {i: replace(r, seq_id=i, sampling=how) for r in plan.rows for i, how in r.forks}
-        before = {i: array("i", self.scheduler._sequences[i].tokens) for i in rows}
+        before = {i: array("i", self.scheduler.queues.all[i].tokens) for i in rows}
         for update in self.scheduler.update(plan, result):
             for token in update.tokens:  # the truth: a pure function of the sequence's own tokens
                 row = rows[update.sequence.seq_id]
@@ -88,7 +93,7 @@ class Bench:
                 owners.setdefault(block.id, []).append(seq.seq_id)
         size = self.manager.block_size
         for row in plan.rows:
-            seq = self.scheduler._sequences[row.seq_id]
+            seq = self.scheduler.queues.all[row.seq_id]
             end = row.start + len(row.token_ids)
             assert row.token_ids == tuple(seq.tokens[row.start : end])
             assert len(row.block_table) == -(-end // size)
@@ -111,18 +116,22 @@ class Bench:
     def idle_is_clean(self) -> None:
         pool = self.manager.pool
         assert pool.num_used == 0 and pool.num_free + pool.num_cached == pool.num_blocks
+        host = self.manager.host
+        assert host is None or host.pool.num_used == 0
         assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.preempted
 
 
 def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[str, int]:
     """A seeded random walk: adds (shared prefixes, salts, n > 1), steps, aborts, failing steps and failing rows."""
-    rng = random.Random(seed)
+    rng = random.Random(f"walk {seed}")  # small integers alone give correlated first draws
     bench = Bench(
         num_blocks=rng.randint(5, 60),
         block_size=rng.choice([1, 2, 4, 8]),
         budget=rng.choice([1, 3, 7, 16, 64]),
         max_num_seqs=rng.choice([1, 3, 8, 32]),
         prefix_caching=rng.random() < 0.85,
+        num_host_blocks=rng.choice([0, 1, 5, 20, 80, 200]),
+        swap=SwapCosts(rng.choice(["auto", "swap", "recompute"]), block_seconds=1.0, token_seconds=0.3),
     )
     if digest_bits is not None:
         index, full = bench.manager.pool.index, bench.manager.pool.index.digest
@@ -170,6 +179,8 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
         "hits": stats.hit_tokens,
         "finished": len(bench.finished),
         "copies": bench.manager.cow_copies,
+        "swaps": stats.swaps,
+        "swapped_in": bench.manager.host.blocks_in if bench.manager.host else 0,
     }
 
 

@@ -21,7 +21,7 @@ def test_seeded_walks(block: int) -> None:
                 totals[k] = totals.get(k, 0) + v
     # The walks must have been where it hurts.
     assert totals["preemptions"] > 50 and totals["hits"] > 500 and totals["finished"] > 200, totals
-    assert totals["copies"] > 30, totals
+    assert totals["copies"] > 30 and totals["swaps"] > 20 and totals["swapped_in"] > 50, totals
 
 
 @given(seed=st.integers(0, 2**32), operations=st.integers(1, 150))
