@@ -28,7 +28,7 @@ from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
-from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
+from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
 from chatsvc.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "EngineConfig"]
@@ -36,7 +36,7 @@ __all__ = ["AsyncEngine", "EngineConfig"]
 log = logging.getLogger(__name__)
 
 TICK = 0.1
-IDLE_CHECK_BLOCKS = 100_000  # a pool up to this size is proven whole whenever the engine falls idle
+IDLE_CHECK_BLOCKS = 5_000  # a pool up to this size (1.5 ms) is proven whole whenever the engine falls idle
 
 
 class AsyncEngine:
@@ -85,8 +85,9 @@ class AsyncEngine:
         if self._stopped:
             raise EngineDead("the engine was stopped while it loaded")
         c = self.config
+        host = {"num_host_blocks": capacity.num_host_blocks} if capacity.num_host_blocks else {}
         manager = self._make_manager(
-            capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret
+            capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret, **host
         )
         budget = StepBudget(
             c.max_num_batched_tokens or capacity.tokens_per_step,
@@ -94,7 +95,8 @@ class AsyncEngine:
             max_seconds=c.max_step_seconds,
         )
         watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
-        scheduler_config = SchedulerConfig(c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids)
+        swap = SwapCosts(c.preemption if host else "recompute", capacity.block_seconds, capacity.token_seconds)
+        scheduler_config = SchedulerConfig(c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids, swap)
         self._scheduler = self._make_scheduler(scheduler_config, manager, budget)
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._tick())]
 

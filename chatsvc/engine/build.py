@@ -62,8 +62,8 @@ def build(config: ServeConfig) -> Built:
     if template is None:
         log.warning("%s has no chat template: chat requests will be refused; give one with --chat-template", files.name)
     executor = _simulated(config, tokenizer) if config.executor == "simulated" else _local(config, files)
-    if config.preemption == "swap":
-        log.warning("--preemption swap needs host memory, which this version does not have: recompute is used")
+    if config.preemption == "swap" and not config.host_kv_memory:
+        log.warning("--preemption swap needs --host-kv-memory: preempted sequences are recomputed")
     secret = config.cache_secret.encode() if config.cache_secret else secrets.token_bytes(32)
     engine_config = EngineConfig(
         block_size=config.block_size,
@@ -74,6 +74,7 @@ def build(config: ServeConfig) -> Built:
         max_step_seconds=config.max_step_ms / 1000,
         max_queue=config.max_queue,
         queue_timeout=config.queue_timeout,
+        preemption=config.preemption,
     )
     return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, template, files)
 
@@ -86,6 +87,7 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
         block_size=config.block_size,
         kv_cache_memory=config.kv_bytes,
         num_blocks=config.num_kv_blocks,
+        host_kv_memory=int(config.host_kv_memory),
         max_model_len=config.max_model_len,
         max_step_seconds=config.max_step_ms / 1000,
         measure=config.max_num_batched_tokens is None,

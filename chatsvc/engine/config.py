@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class EngineConfig:
         queue_timeout: a request that has waited longer is failed.
         stuck_after: a step that takes longer makes the engine unhealthy, and new requests are refused.
         give_up_after: a step that takes longer fails every request that is here; the engine goes on if it ever ends.
+        preemption: with a host tier: swap, recompute, or (auto) what is estimated to cost less.
     """
 
     block_size: int = 16
@@ -29,3 +31,4 @@ class EngineConfig:
     queue_timeout: float = 60.0
     stuck_after: float = 10.0
     give_up_after: float = 60.0
+    preemption: Literal["auto", "swap", "recompute"] = "auto"

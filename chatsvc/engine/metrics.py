@@ -29,19 +29,25 @@ class SchedulerCollector(Collector):
         s = self._scheduler()
         if s is None:
             return
-        pool, stats = s.manager.pool, s.stats
+        pool, stats, host = s.manager.pool, s.stats, s.manager.host
         filled, allocated = s.filled_slots()
         yield GaugeMetricFamily(P + "requests_running", "Sequences that own KV blocks", len(s.running))
         yield GaugeMetricFamily(
             P + "requests_waiting", "Sequences queued, preempted ones included", len(s.waiting) + len(s.preempted)
         )
-        yield GaugeMetricFamily(P + "requests_swapped", "Sequences whose KV is in host memory", 0)
+        yield GaugeMetricFamily(P + "requests_swapped", "Sequences whose KV is in host memory", s.num_swapped)
         yield self._states(
             "kv_blocks",
             "KV blocks of the pool; the states sum to the usable blocks",
             {"free": pool.num_free, "cached": pool.num_cached, "used": pool.num_used},
         )
-        yield self._states("host_kv_blocks", "KV blocks of the host tier", {"free": 0, "cached": 0, "used": 0})
+        tier = host.pool if host else None
+        states = {
+            "free": tier.num_free if tier else 0,
+            "cached": tier.num_cached if tier else 0,
+            "used": tier.num_used if tier else 0,
+        }
+        yield self._states("host_kv_blocks", "KV blocks of the host tier", states)
         waste = 1 - filled / allocated if allocated else 0.0
         yield GaugeMetricFamily(P + "kv_waste_ratio", "1 - filled / allocated slots over the used blocks", waste)
         totals = {
@@ -64,11 +70,11 @@ class SchedulerCollector(Collector):
             yield CounterMetricFamily(P + name, text, value)
         kinds = CounterMetricFamily(P + "preemptions", "Preemptions", labels=["kind"])
         kinds.add_metric(["recompute"], stats.preemptions)
-        kinds.add_metric(["swap"], 0)
+        kinds.add_metric(["swap"], stats.swaps)
         yield kinds
         swapped = CounterMetricFamily(P + "swapped_blocks", "Blocks moved to or from the host", labels=["direction"])
-        for direction in ("in", "out"):
-            swapped.add_metric([direction], 0)
+        swapped.add_metric(["in"], host.blocks_in if host else 0)
+        swapped.add_metric(["out"], host.blocks_out if host else 0)
         yield swapped
 
     def _states(self, name: str, text: str, values: dict[str, int]) -> Metric:

@@ -36,8 +36,9 @@ class Running:
         self.generation = generation
         self._vocab_size = tokenizer.vocab_size
         self._metrics = metrics
+        stops = StopMatcher(request.params.stop)
         self.choices = [
-            Choice(s, log, IncrementalDetokenizer(tokenizer), StopMatcher(request.params.stop))
+            Choice(s, log, IncrementalDetokenizer(tokenizer), stops.fresh())
             for s, log in zip(request.sequences, generation.logs, strict=True)
         ]
 

@@ -6,6 +6,7 @@ work is one step a character however long the strings are.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 
@@ -33,6 +34,12 @@ class StopMatcher:
         self._held: deque[str] = deque()
         self._held_length = 0
         self.matched: str | None = None
+
+    def fresh(self) -> StopMatcher:
+        """A matcher of the same strings for another text; building the automaton is the dear part, and it is shared."""
+        other = copy.copy(self)
+        other._node, other._held, other._held_length, other.matched = 0, deque(), 0, None
+        return other
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Append text; returns (text that may be shown now, the stop string if one is complete now).

@@ -204,6 +204,13 @@ async def test_readers_do_not_disturb_each_other() -> None:
         assert not generation._waiters
 
 
+async def test_choices_look_for_stop_strings_each_for_itself() -> None:
+    async with Rig() as rig:
+        generation = rig.script(b"one two", n=3, stop=("e t",))
+        assert await text_of(generation) == ["on"] * 3
+        assert [log.stop_reason for log in generation.logs] == ["e t"] * 3
+
+
 async def test_several_choices_are_read_by_their_own_cursors() -> None:
     async with Rig() as rig:
         generation = rig.generate(4, n=3, temperature=1.0, seed=3, max_tokens=6)
