@@ -60,7 +60,7 @@ class ServeConfig(BaseModel):
         None, "Memory", "bytes of the KV pool, e.g. 512MiB [a quarter of the usable memory, at most 4 GiB]"
     )
     num_kv_blocks: int | None = _field(None, "Memory", "usable KV blocks; overrides --kv-cache-memory", ge=1)
-    host_kv_memory: ByteSize = _field(ByteSize(0), "Memory", "swap space and host tier (not in this version)")
+    host_kv_memory: ByteSize = _field(ByteSize(0), "Memory", "swap space and host tier, e.g. 1GiB")
     disk_cache_dir: Path | None = _field(None, "Memory", "prefixes that survive a restart (not in this version)")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field("auto", "Memory", "auto: as --dtype")
     prefix_caching: bool = _field(True, "Memory", "share KV blocks between equal prefixes")
@@ -72,7 +72,9 @@ class ServeConfig(BaseModel):
     )
     max_step_ms: float = _field(250.0, "Scheduling", "a step with running streams stays under it", gt=0)
     policy: Literal["fcfs", "priority", "fair", "shortest"] = _field("fcfs", "Scheduling", "only fcfs in this version")
-    preemption: Literal["auto", "swap", "recompute"] = _field("auto", "Scheduling", "auto is recompute in this version")
+    preemption: Literal["auto", "swap", "recompute"] = _field(
+        "auto", "Scheduling", "how a sequence steps back when the pool is dry; auto: the cheaper"
+    )
     max_n: int = _field(16, "Scheduling", "most choices of one request", ge=1, le=128)
     max_queue: int = _field(256, "Scheduling", "requests that may wait; one more gets 429", ge=1)
     queue_timeout: Seconds = _field(60.0, "Scheduling", "longest wait for the first step")
@@ -102,7 +104,6 @@ class ServeConfig(BaseModel):
             raise ValueError(f"--block-size {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         later = {
             "--quantization int8": self.quantization == "int8",
-            "--host-kv-memory": self.host_kv_memory > 0,
             "--disk-cache-dir": self.disk_cache_dir is not None,
             f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
             f"--policy {self.policy}": self.policy != "fcfs",

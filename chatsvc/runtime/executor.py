@@ -18,12 +18,17 @@ class KVCapacity:
         max_model_len: tokens of one sequence, after the pool's limit was applied.
         tokens_per_step: how many tokens one step may compute to stay under the step time, as measured at start.
         vocab_size: token ids are 0..vocab_size-1.
+        num_host_blocks: blocks of the host tier.
+        token_seconds, block_seconds: measured time to compute a token, and to move a block between the tiers.
     """
 
     num_blocks: int
     max_model_len: int
     tokens_per_step: int
     vocab_size: int
+    num_host_blocks: int = 0
+    token_seconds: float = 0.0
+    block_seconds: float = 0.0
 
 
 class Executor(Protocol):

@@ -16,7 +16,7 @@ from chatsvc.models.attention.base import AttentionBackend
 from chatsvc.models.base import CausalLM, ModelShape
 from chatsvc.runtime import kv
 from chatsvc.runtime.executor import KVCapacity
-from chatsvc.runtime.runner import ModelRunner
+from chatsvc.runtime.runner import ModelRunner, move
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SamplingRow, ScheduledRow, SchedulerOutput, StepResult
 
@@ -28,6 +28,7 @@ class LocalConfig:
     """Attributes:
     num_blocks: usable blocks, or None: as many as ``kv_cache_memory`` bytes hold.
     max_model_len: None: the model's, lowered to what the pool holds for one sequence.
+    host_kv_memory: bytes of the host tier; 0: none.
     max_step_seconds: a step of ``tokens_per_step`` tokens should stay under it.
     """
 
@@ -35,6 +36,7 @@ class LocalConfig:
     kv_cache_memory: int
     num_blocks: int | None = None
     max_model_len: int | None = None
+    host_kv_memory: int = 0
     max_step_seconds: float = 0.25
     measure: bool = True
 
@@ -105,9 +107,17 @@ class LocalExecutor:
         model, backend = self._load()
         blocks, max_model_len = plan_capacity(self.config, model.shape, model.dtype)
         cache = kv.allocate(model.shape, blocks, self.config.block_size, model.dtype, model.device)
-        self.runner = ModelRunner(model, backend, cache)
+        host_blocks = self.config.host_kv_memory // kv.block_bytes(model.shape, self.config.block_size, model.dtype)
+        host = None
+        if host_blocks:
+            cpu = torch.device("cpu")
+            host = kv.allocate(model.shape, host_blocks, self.config.block_size, model.dtype, cpu)
+        runner = self.runner = ModelRunner(model, backend, cache, host)
         loaded = time.perf_counter()
-        tokens_per_step = self._measure(self.runner, max_model_len) if self.config.measure else 512
+        short, per_token = self._measure(runner, max_model_len) if self.config.measure or host else (0.0, 0.0)
+        tokens_per_step = 512
+        if self.config.measure:
+            tokens_per_step = max(16, min(8192, int((self.config.max_step_seconds - short) / per_token)))
         log.info(
             "model loaded in %.2f s, measured in %.2f s: attention %s, %d blocks of %d tokens, %d tokens a step",
             loaded - began,
@@ -117,10 +127,26 @@ class LocalExecutor:
             self.config.block_size,
             tokens_per_step,
         )
-        return KVCapacity(blocks, max_model_len, tokens_per_step, model.shape.vocab_size)
+        return KVCapacity(
+            num_blocks=blocks,
+            max_model_len=max_model_len,
+            tokens_per_step=tokens_per_step,
+            vocab_size=model.shape.vocab_size,
+            num_host_blocks=host_blocks,
+            token_seconds=per_token,
+            block_seconds=self._measure_move(runner) if host is not None else 0.0,
+        )
 
-    def _measure(self, runner: ModelRunner, max_model_len: int) -> int:
-        """Tokens that one step can compute in the given time, from two real steps that write nothing."""
+    def _measure_move(self, runner: ModelRunner) -> float:
+        """Seconds to move one block; the null blocks of both tiers serve as the load."""
+        assert runner.host is not None
+        began = time.perf_counter()
+        for _ in range(8):
+            move(runner.cache, runner.host, ((0, 0),))
+        return (time.perf_counter() - began) / 8
+
+    def _measure(self, runner: ModelRunner, max_model_len: int) -> tuple[float, float]:
+        """(seconds of a step of one token, seconds for each further one), from real steps that write nothing."""
 
         def seconds(tokens: int) -> float:
             sampling = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, tokens)
@@ -133,8 +159,7 @@ class LocalExecutor:
         few, many = 1, min(96, max_model_len - 1)
         seconds(few)  # the first one pays for lazy initialisation
         short = seconds(few)
-        per_token = max((seconds(many) - short) / max(1, many - few), 1e-6)
-        return max(16, min(8192, int((self.config.max_step_seconds - short) / per_token)))
+        return short, max((seconds(many) - short) / max(1, many - few), 1e-6)
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         assert self.runner is not None, "start() first"

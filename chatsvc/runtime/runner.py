@@ -27,13 +27,27 @@ def layout_of(rows: tuple[ScheduledRow, ...], block_size: int) -> StepLayout:
     )
 
 
-class ModelRunner:
-    """A backend that can run the whole step takes the model over: ``model`` is then its packed copy."""
+def move(source: KVCache, target: KVCache, pairs: tuple[tuple[int, int], ...]) -> None:
+    """Copy whole blocks, all layers in one call; every source is read before any target is written."""
+    if pairs:
+        table = torch.tensor(pairs, dtype=torch.int64)
+        blocks = source.data[table[:, 0].to(source.data.device)]
+        target.data[table[:, 1].to(target.data.device)] = blocks.to(target.data.device)
 
-    def __init__(self, model: CausalLM | FusedModel, backend: AttentionBackend, cache: KVCache) -> None:
+
+class ModelRunner:
+    """A backend that can run the whole step takes the model over: ``model`` is then its packed copy.
+
+    ``host`` is the memory of the host tier: shaped as ``cache``, but on the CPU.
+    """
+
+    def __init__(
+        self, model: CausalLM | FusedModel, backend: AttentionBackend, cache: KVCache, host: KVCache | None = None
+    ) -> None:
         self.model = backend.fuse(model) if isinstance(backend, FusingBackend) else model
         self.backend = backend
         self.cache = cache
+        self.host = host
         self._scale = model.shape.head_dim**-0.5
 
     @torch.inference_mode()
@@ -68,16 +82,14 @@ class ModelRunner:
         )
         return model.forward(ids_at, positions_at, attend, rows_at)
 
-    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy whole blocks, all layers in one call; every source is read before any target is written."""
-        if copies:
-            source, target = torch.tensor(copies, dtype=torch.int64, device=self.model.device).unbind(1)
-            self.cache.data[target] = self.cache.data[source]
-
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         began = time.perf_counter()
-        self._copy(plan.copies)
+        if self.host is not None:
+            move(self.cache, self.host, plan.swap_out)
+        move(self.cache, self.cache, plan.copies)
+        if self.host is not None:
+            move(self.host, self.cache, plan.swap_in)
         logits, sampled = self.logits(plan.rows)
         tokens: dict[int, list[SampledToken]] = {}
         errors: dict[int, str] = {}

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from chatsvc.models.attention.base import AttentionBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
 from chatsvc.models.loader import load_model
+from chatsvc.runtime.kv import block_bytes
 from chatsvc.runtime.local import LocalConfig, LocalExecutor
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.text.tokenizer import Tokenizer, load_tokenizer
@@ -57,6 +58,8 @@ class Setup:
     max_num_seqs: int = 16
     prefix_caching: bool = True
     watermark: int | None = None
+    host_blocks: int = 0
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
     backend: str = "torch"
     tokens: int = 64
     chats: list[dict[str, Any]] = field(default_factory=lambda: CHATS)
@@ -67,7 +70,10 @@ class Rig:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        local = LocalConfig(setup.block_size, 0, num_blocks=setup.num_blocks, measure=False)
+        block = block_bytes(model().shape, setup.block_size, torch.float32)
+        local = LocalConfig(
+            setup.block_size, 0, num_blocks=setup.num_blocks, measure=False, host_kv_memory=setup.host_blocks * block
+        )
         self.executor = LocalExecutor(local, self._load)
         config = EngineConfig(
             block_size=setup.block_size,
@@ -75,6 +81,7 @@ class Rig:
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.budget,
             watermark_tokens=setup.watermark,
+            preemption=setup.preemption,
             queue_timeout=3600,
             stuck_after=3600,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from exact_harness import CHATS, Rig, Setup
 
@@ -38,6 +40,26 @@ async def test_a_pool_so_small_that_preemption_never_ends() -> None:
     async with Rig(Setup(num_blocks=19, block_size=8, budget=64, max_num_seqs=16, watermark=0, chats=chats)) as rig:
         await rig.at_once()
         assert rig.engine.scheduler.stats.preemptions > 25
+
+
+@pytest.mark.parametrize(("preemption", "host_blocks"), [("swap", 200), ("auto", 12)])
+async def test_swapping_changes_nothing(preemption: Literal["swap", "auto"], host_blocks: int) -> None:
+    chats = [c for c in CHATS if c["name"].startswith(("short", "multi-2", "unicode"))]
+    setup = Setup(
+        num_blocks=19,
+        block_size=8,
+        budget=64,
+        watermark=0,
+        chats=chats,
+        preemption=preemption,
+        host_blocks=host_blocks,
+    )
+    async with Rig(setup) as rig:
+        await rig.at_once()
+        host = rig.engine.scheduler.manager.host
+        assert host is not None and host.blocks_in > 10 and host.blocks_out > 10
+        assert rig.engine.scheduler.stats.swaps > 10 or preemption == "auto"
+        assert host.pool.num_used == 0
 
 
 async def test_a_pool_that_holds_one_long_chat() -> None:
