@@ -12,7 +12,7 @@ import torch
 from chatsvc.config import ServeConfig, usable_cpus
 from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
 from chatsvc.modelfiles import ModelFiles, resolve
-from chatsvc.models.attention.base import AttentionBackend
+from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
 from chatsvc.models.loader import load_config, load_model
@@ -82,7 +82,8 @@ def build(config: ServeConfig) -> Built:
 def _local(config: ServeConfig, files: ModelFiles) -> Executor:
     device = device_of()
     dtype = dtype_of(config, device)
-    backend = make_backend(config.attention_backend, device)
+    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or usable_cpus()
+    backend = make_backend(config.attention_backend, device, dtype=dtype, threads=threads)
     local = LocalConfig(
         block_size=config.block_size,
         kv_cache_memory=config.kv_bytes,
@@ -93,11 +94,18 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
         measure=config.max_num_batched_tokens is None,
     )
     plan_capacity(local, load_config(files).shape, dtype)  # refuse what cannot fit before anything is loaded
-    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or usable_cpus()
 
-    def load() -> tuple[CausalLM, AttentionBackend]:
+    def load() -> tuple[CausalLM | FusedModel, AttentionBackend]:
         torch.set_num_threads(threads)
-        return load_model(files, dtype=dtype, device=device), backend
+        model = load_model(files, dtype=dtype, device=device)
+        if isinstance(backend, FusingBackend):
+            fused = backend.fuse(model)
+            if fused is not model:
+                # The compiled step has threads of its own, and torch's would be in their way; what torch still does
+                # between two steps is small.
+                torch.set_num_threads(1)
+                return fused, backend
+        return model, backend
 
     return LocalExecutor(local, load)
 

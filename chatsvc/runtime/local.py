@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from chatsvc.errors import ConfigError
-from chatsvc.models.attention.base import AttentionBackend
+from chatsvc.models.attention.base import AttentionBackend, FusedModel
 from chatsvc.models.base import CausalLM, ModelShape
 from chatsvc.runtime import kv
 from chatsvc.runtime.executor import KVCapacity
@@ -90,7 +90,7 @@ def plan_capacity(config: LocalConfig, shape: ModelShape, dtype: torch.dtype) ->
 class LocalExecutor:
     """Implements :class:`chatsvc.runtime.executor.Executor`. ``load`` is called on the engine thread."""
 
-    def __init__(self, config: LocalConfig, load: Callable[[], tuple[CausalLM, AttentionBackend]]) -> None:
+    def __init__(self, config: LocalConfig, load: Callable[[], tuple[CausalLM | FusedModel, AttentionBackend]]) -> None:
         self.config = config
         self._load = load
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chatsvc-engine")

@@ -13,6 +13,7 @@ from paged_case import Case, Shape, build, check, mixed
 
 from chatsvc.models.attention.base import AttentionBackend, KVCache, StepLayout
 from chatsvc.models.attention.select import make_backend
+from kernels.cpu.build import compiler
 
 # With TRITON_INTERPRET=0 on a machine with a GPU the same tests run the compiled kernels.
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -40,8 +41,12 @@ GRID = [
 ]
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "triton", "cpu"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    if request.param == "cpu":
+        if compiler() is None:
+            pytest.skip("no C++ compiler")
+        return make_backend("cpu", "cpu", threads=2)
     if request.param == "triton":
         pytest.importorskip("triton")
     return make_backend(request.param, "cuda" if ON_GPU else "cpu")

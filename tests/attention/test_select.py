@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from chatsvc.errors import ConfigError
 from chatsvc.models.attention.select import BACKENDS, make_backend
+from kernels.cpu.build import compiler
 
 
 def test_every_name_answers_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +26,7 @@ def test_every_name_answers_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None
             assert f"--attention-backend {name}" in str(error)
             assert "torch" in str(error)
         else:
-            assert backend.name == "torch"
+            assert backend.name == ("cpu" if name in ("auto", "cpu") and compiler() else "torch")
 
 
 def test_unknown_name() -> None:
@@ -31,9 +34,47 @@ def test_unknown_name() -> None:
         make_backend("flash", "cpu")
 
 
-def test_compiled_cpu_kernels_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="not part of this version"):
+def test_without_a_compiler_auto_is_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert make_backend("auto", "cpu").name == "torch"
+    assert "no C++ compiler" in caplog.text
+    with pytest.raises(ConfigError, match=r"--attention-backend cpu: no C\+\+ compiler.*use torch"):
         make_backend("cpu", "cpu")
+
+
+def test_a_compiler_that_fails_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert make_backend("auto", "cpu").name == "torch"
+    assert "no such thing" in caplog.text
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_kernels_that_compute_wrongly_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A compiler that "succeeds" with a library that cannot be loaded: the check after the build refuses it."""
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ $1 = -o ]; then echo junk > $2; fi; shift; done\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert make_backend("auto", "cpu").name == "torch"
+    assert "fail their check" in caplog.text
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_compiled_kernels_are_for_float32_on_a_cpu() -> None:
+    assert make_backend("auto", "cpu", dtype=torch.bfloat16).name == "torch"
+    with pytest.raises(ConfigError, match="the model is on cuda"):
+        make_backend("cpu", "cuda")
 
 
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +98,7 @@ def test_without_triton_a_cpu_server_starts() -> None:
 import sys
 sys.modules["triton"] = None  # an import of it raises
 from chatsvc.models.attention.select import make_backend
-print(make_backend("auto", "cpu").name)
+print(make_backend("torch", "cpu").name, make_backend("auto", "cpu").name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "torch"
+    assert done.stdout.split() in (["torch", "cpu"], ["torch", "torch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 
 import torch
@@ -14,16 +15,22 @@ from chatsvc.models.attention.torch_backend import TorchBackend
 from kernels.cpu.build import BuildError, ensure
 from kernels.cpu.library import Library
 
+log = logging.getLogger(__name__)
+
 BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
-def make_backend(name: str, device: torch.device | str, threads: int | None = None) -> AttentionBackend:
+def make_backend(
+    name: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32, threads: int | None = None
+) -> AttentionBackend:
     """The backend called ``name`` (one of :data:`BACKENDS`) for tensors on ``device``.
 
-    ``auto`` is triton on a CUDA device when triton is installed, else torch. ``cpu`` compiles its kernels when that
+    ``auto`` is triton on a CUDA device when triton is installed, the compiled kernels for float32 on a CPU when this
+    machine has a compiler or they are built already, else torch. ``cpu`` and ``auto`` compile the kernels when that
     has not been done on this machine.
 
     Args:
+        dtype: of the model.
         threads: of the compiled CPU kernels; None: as many as this process may use.
 
     Raises:
@@ -31,6 +38,8 @@ def make_backend(name: str, device: torch.device | str, threads: int | None = No
     """
     device = torch.device(device)
     if name == "auto":
+        if device.type == "cpu" and dtype == torch.float32:
+            return _best_on_cpu(threads)
         name = "triton" if device.type == "cuda" and _triton_installed() else "torch"
     if name == "torch":
         return TorchBackend()
@@ -48,6 +57,14 @@ def _cpu_backend(device: torch.device, threads: int | None) -> AttentionBackend:
         return CpuBackend(Library(ensure()), threads)
     except (BuildError, OSError) as e:
         raise ConfigError(f"--attention-backend cpu: {e}; use torch (or auto)") from e
+
+
+def _best_on_cpu(threads: int | None) -> AttentionBackend:
+    try:
+        return CpuBackend(Library(ensure()), threads)
+    except (BuildError, OSError) as e:
+        log.warning("compiled CPU kernels are not available, plain torch is used, which is slower: %s", e)
+        return TorchBackend()
 
 
 def _triton_installed() -> bool:

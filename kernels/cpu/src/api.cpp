@@ -3,6 +3,10 @@
 #include <cstdint>
 #include <exception>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "step.h"
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -30,6 +34,17 @@ const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
 
 API const char* ck_simd() { return SIMD_NAME; }
 API int ck_version() { return 1; }
+
+// Asks for huge pages under [data, data + bytes), of which nothing has been touched yet: a wish, never an error.
+API void ck_huge_pages(void* data, long bytes) {
+#ifdef MADV_HUGEPAGE
+    const std::uintptr_t page = 2 << 20, at = reinterpret_cast<std::uintptr_t>(data);
+    const std::uintptr_t first = (at + page - 1) / page * page, end = (at + bytes) / page * page;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
 
 API void* ck_model_new(const long* shape, float eps, int threads) {
     try {

@@ -7,8 +7,9 @@
 
 namespace {
 
-constexpr long TILE_ROWS = 96;     // query heads of one piece
-constexpr long SPLIT = 8;          // segments of one piece when there are few sequences
+constexpr long TILE_ROWS = 96;   // query heads of one piece and KV head
+constexpr long SPLIT = 8;        // segments of one piece when there are few sequences
+constexpr long SHARED_SPLIT = 4; // segments of one piece that many sequences share
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 // (most, sum, out) of what is left of a segment, and of the segment, become those of both.
@@ -42,25 +43,46 @@ float soften(float* scores, long visible, float& sum) {
     return top;
 }
 
-template <int M>
-void product(const float* a, long lda, const float* b, long ldb, long k, float* c, long ldc) {
-    vf acc[M][2];
-    tile<M>(a, lda, b, ldb, k, acc, reinterpret_cast<const char*>(b), 0);
-    for (int i = 0; i < M; ++i) v_store(c + i * ldc, acc[i][0]), v_store(c + i * ldc + VL, acc[i][1]);
+// Addresses of cache lines that will be read soon.
+struct Lines {
+    const char *const *next, *const *end;
+};
+
+// c [M, W * VL] = a [M, k] b [k, W * VL]
+template <int M, int W>
+void product(const float* a, long lda, const float* b, long ldb, long k, float* c, long ldc, Lines& lines) {
+    vf acc[M][W];
+    Lines l = lines;
+    tile<M, W>(a, lda, b, ldb, k, acc, [&](long) {
+        if (l.next >= l.end) return;
+        for (int i = 0; i < W; ++i) prefetch(l.next[i]);
+        l.next += W;
+    });
+    lines = l;
+    for (int m = 0; m < M; ++m)
+        for (int i = 0; i < W; ++i) v_store(c + m * ldc + i * VL, acc[m][i]);
 }
-using Product = void (*)(const float*, long, const float*, long, long, float*, long);
-template <int... I>
+using Product = void (*)(const float*, long, const float*, long, long, float*, long, Lines&);
+template <int W, int... I>
 constexpr Product pick(int m, std::integer_sequence<int, I...>) {
-    constexpr Product table[] = {product<I + 1>...};
+    constexpr Product table[] = {product<I + 1, W>...};
     return table[m - 1];
 }
-// c [rows, NR] = a [rows, k] b [k, NR]
-void products(long rows, const float* a, long lda, const float* b, long ldb, long k, float* c, long ldc) {
+// c [rows, columns] = a [rows, k] b [k, columns]; columns are a multiple of NR.
+void products(long rows, const float* a, long lda, const float* b, long ldb, long k, long columns, float* c, long ldc,
+              Lines& lines) {
     const long tiles = (rows + MR - 1) / MR;
     long row = 0;
     for (long t = 0; t < tiles; ++t) {
         int size = static_cast<int>((rows - row + tiles - t - 1) / (tiles - t));
-        pick(size, std::make_integer_sequence<int, MR>())(a + row * lda, lda, b, ldb, k, c + row * ldc, ldc);
+        for (long j = 0; j < columns;) {
+            // Few rows are few independent sums: twice as many columns hide the latency of the additions.
+            const bool wide = size <= MR / 2 && columns - j >= 2 * NR;
+            auto f = wide ? pick<4>(size, std::make_integer_sequence<int, MR / 2>())
+                          : pick<2>(size, std::make_integer_sequence<int, MR>());
+            f(a + row * lda, lda, b + j, ldb, k, c + row * ldc + j, ldc, lines);
+            j += wide ? 2 * NR : NR;
+        }
         row += size;
     }
 }
@@ -68,134 +90,194 @@ void products(long rows, const float* a, long lda, const float* b, long ldb, lon
 }  // namespace
 
 void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, int threads) {
-    heads_ = heads;
+    heads_ = heads, kv_heads_ = pages.kv_heads;
     width_ = round_up(pages.dim, NR);
-    rows_.clear(), pieces_.clear(), merges_.clear(), starts_.clear();
+    rows_.clear(), pieces_.clear(), merges_.clear(), singles_.clear();
     const long group = heads / pages.kv_heads, tile_queries = std::max(1L, TILE_ROWS / group);
-    std::vector<long> singles;
     for (long i = 0, token = 0; i < s.count; token += s.query_lens[i++]) {
-        starts_.push_back(token);
+        const Single leader{i, token, s.seq_lens[i], s.tables + s.table_starts[i]};
         if (s.query_lens[i] == 1) {
-            singles.push_back(i);
+            singles_.push_back(leader);
             continue;
         }
         const long before = s.seq_lens[i] - s.query_lens[i];
         // The last queries see the most keys: they go first, so that no thread is left with a long piece at the end.
         for (long end = s.query_lens[i]; end > 0; end -= tile_queries) {
-            const long first = std::max(0L, end - tile_queries), keys = before + end;
-            pieces_.push_back({(long)rows_.size(), end - first, s.tables + s.table_starts[i], 0, (keys + SEG - 1) / SEG,
-                               keys, false});
+            const long first = std::max(0L, end - tile_queries), segments = (before + end + SEG - 1) / SEG;
+            const long row = static_cast<long>(rows_.size());
             for (long t = first; t < end; ++t) rows_.push_back({token + t, before + t, -1});
+            add(row, end - first, leader, 0, segments, segments, false, 1);
         }
     }
-    plan_decodes(singles, s, pages, threads);
-    const size_t rows = std::max(TILE_ROWS, group);
+    plan_decodes(pages, threads);
+    const size_t rows = std::max(TILE_ROWS, group), all = rows * pages.kv_heads;
     scratch_.resize(threads);
     for (auto& mem : scratch_) {
-        mem.q.resize(rows * pages.dim), mem.scores.resize(rows * SEG), mem.keys.resize(SEG * pages.dim);
-        mem.values.resize(SEG * width_), mem.out.resize(rows * width_), mem.piece.resize(rows * width_);
-        mem.zeros.resize(pages.dim), mem.most.resize(rows), mem.sum.resize(rows);
+        mem.q.resize(all * pages.dim), mem.out.resize(all * width_), mem.most.resize(all), mem.sum.resize(all);
+        mem.scores.resize(rows * SEG), mem.piece.resize(rows * width_);
         mem.seg_most.resize(rows), mem.seg_sum.resize(rows);
+        mem.keys.resize(SEG * pages.dim), mem.values.resize(SEG * width_), mem.zeros.resize(pages.dim);
     }
 }
 
-void AttentionPlan::plan_decodes(const std::vector<long>& singles, const Sequences& s, const Pages& pages, int threads) {
-    const bool few = (long)singles.size() * pages.kv_heads < 4L * threads;
-    long partials = 0;
-    for (long i : singles) {
-        const long keys = s.seq_lens[i], segments = (keys + SEG - 1) / SEG, step = few ? SPLIT : segments;
-        const bool keep = segments > step;
-        const long row = (long)rows_.size();
-        rows_.push_back({starts_[i], keys - 1, keep ? partials : -1});
-        for (long first = 0; first < segments; first += step)
-            pieces_.push_back({row, 1, s.tables + s.table_starts[i], first, std::min(segments, first + step), keys, keep});
-        if (!keep) continue;
-        merges_.push_back({row, segments});
-        partials += segments;
-    }
-    partials_.resize(partials * heads_ * (width_ + 2));
+// Pieces of at most `step` segments and `kv_step` KV heads each.
+void AttentionPlan::add(long row, long rows, const Single& leader, long first, long end, long step, bool keep,
+                        long kv_step) {
+    for (long at = first; at < end; at += step)
+        for (long kv = 0; kv < kv_heads_; kv += kv_step)
+            pieces_.push_back({row, rows, leader.table, at, std::min(end, at + step), leader.keys, kv,
+                               std::min(kv_heads_, kv + kv_step), keep});
 }
 
-void AttentionPlan::piece(const Piece& p, long kv_head, Scratch& mem, const float* q, long ldq, const Pages& pages,
-                          long layer, float scale, float* out) {
-    const long dim = pages.dim, group = heads_ / pages.kv_heads, rows = p.rows * group, size = pages.block_size;
-    const Row* tokens = rows_.data() + p.row;
-    for (long r = 0; r < rows; ++r) {
-        const float* from = q + tokens[r / group].token * ldq + (kv_head * group + r % group) * dim;
-        for (long i = 0; i < dim; i += VL) {
-            int left = static_cast<int>(dim - i);
-            v_store_n(mem.q.data() + r * dim + i, v_load_n(from + i, left) * v_set(scale), left);
+void AttentionPlan::plan_decodes(const Pages& pages, int threads) {
+    const long size = pages.block_size;
+    // Sequences with common first blocks come to stand side by side.
+    std::sort(singles_.begin(), singles_.end(), [size](const Single& a, const Single& b) {
+        const long na = (a.keys + size - 1) / size, nb = (b.keys + size - 1) / size;
+        for (long i = 0; i < std::min(na, nb); ++i)
+            if (a.table[i] != b.table[i]) return a.table[i] < b.table[i];
+        return na != nb ? na < nb : a.token < b.token;
+    });
+    const long row = static_cast<long>(rows_.size());
+    for (const Single& single : singles_) rows_.push_back({single.token, single.keys - 1, -1});
+    partial_rows_ = 0;
+    first_single_ = row;
+    plan_shared(0, static_cast<long>(singles_.size()), 0, pages,
+                static_cast<long>(singles_.size()) < 2L * threads);
+    partials_.resize(partial_rows_ * heads_ * (width_ + 2));
+}
+
+// The singles [begin, end) have the segments before `first` in common, and those are planned.
+void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& pages, bool few) {
+    const long size = pages.block_size, tile_queries = std::max(1L, TILE_ROWS / (heads_ / kv_heads_));
+    // Whole segments that two of them have in common.
+    auto common = [&](const Single& a, const Single& b) {
+        const long keys = std::min(a.keys, b.keys);
+        long blocks = 0;
+        while (blocks * size < keys && a.table[blocks] == b.table[blocks]) ++blocks;
+        return std::min(keys, blocks * size) / SEG;
+    };
+    while (begin < end) {
+        // A run: neighbours that go on together for at least one more segment.
+        const Single& leader = singles_[begin];
+        long stop = begin + 1, shared = leader.keys;
+        for (; stop < end; ++stop) {
+            const long both = common(leader, singles_[stop]);
+            if (both <= first) break;
+            shared = std::min(shared, both);
         }
-    }
-    for (long seg = p.first; seg < p.end; ++seg) {
-        // Slots past the sequence's end hold anything, and 0 * NaN is NaN: zeros stand in for them.
-        const long first = seg * SEG, there = std::min(SEG, p.keys - first);
-        const float* keys[SEG];
-        for (long j = 0; j < SEG; ++j) {
-            float* to = mem.values.data() + j * width_;
-            if (j >= there) {
-                keys[j] = mem.zeros.data();
-                std::fill(to, to + dim, 0.0f);
-                continue;
+        if (stop == begin + 1) {
+            const long segments = (leader.keys + SEG - 1) / SEG, row = first_single_ + begin;
+            const bool keep = first > 0 || (few && segments > SPLIT);
+            if (keep) {
+                rows_[row].partial = partial_rows_;
+                partial_rows_ += segments;
+                merges_.push_back({row, segments});
             }
-            const long block = p.table[(first + j) / size], offset = (first + j) % size;
-            keys[j] = pages.at(block, layer, 0, offset) + kv_head * dim;
-            const float* value = pages.at(block, layer, 1, offset) + kv_head * dim;
+            add(row, 1, leader, first, segments, few ? SPLIT : segments, keep, few ? 1 : kv_heads_);
+        } else {
+            for (long at = begin; at < stop; at += tile_queries)
+                add(first_single_ + at, std::min(tile_queries, stop - at), leader, first, shared, SHARED_SPLIT, true,
+                    kv_heads_);
+            plan_shared(begin, stop, shared, pages, few);
+        }
+        begin = stop;
+    }
+}
+
+void AttentionPlan::piece(const Piece& p, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer,
+                          float scale, float* out) {
+    const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group;
+    const Row* tokens = rows_.data() + p.row;
+    for (long kv = p.kv_first; kv < p.kv_end; ++kv)
+        for (long r = 0; r < rows; ++r) {
+            const float* from = q + tokens[r / group].token * ldq + (kv * group + r % group) * dim;
+            float* to = mem.q.data() + ((kv - p.kv_first) * rows + r) * dim;
             for (long i = 0; i < dim; i += VL) {
                 int left = static_cast<int>(dim - i);
-                v_store_n(to + i, v_load_n(value + i, left), left);
-            }
-            const long later = first + SEG + j;
-            if (seg + 1 < p.end && later < p.keys) {
-                const float* k = pages.at(p.table[later / size], layer, 0, later % size) + kv_head * dim;
-                const float* v = pages.at(p.table[later / size], layer, 1, later % size) + kv_head * dim;
-                for (long i = 0; i < dim; i += 16) prefetch(k + i), prefetch(v + i);
+                v_store_n(to + i, v_load_n(from + i, left) * v_set(scale), left);
             }
         }
-        for (long j = 0; j < SEG; j += VL)
-            transpose(keys + j, dim, mem.keys.data() + j / NR * NR * dim + j % NR, NR);
+    for (long seg = p.first; seg < p.end; ++seg)
+        for (long kv = p.kv_first; kv < p.kv_end; ++kv) segment(p, seg, kv, mem, pages, layer);
+    if (p.keep) return;
+    for (long kv = p.kv_first; kv < p.kv_end; ++kv)
+        for (long r = 0; r < rows; ++r) {
+            const long at = (kv - p.kv_first) * rows + r;
+            finish(mem.sum[at], mem.out.data() + at * width_,
+                   out + (tokens[r / group].token * heads_ + kv * group + r % group) * dim, dim);
+        }
+}
 
-        long begin = 0;  // rows whose position is before the segment have nothing here; positions ascend
-        while (tokens[begin / group].position < first) begin += group;
-        const long count = rows - begin;
-        for (long j = 0; j < SEG; j += NR)
-            products(count, mem.q.data() + begin * dim, dim, mem.keys.data() + j * dim, NR, dim,
-                     mem.scores.data() + begin * SEG + j, SEG);
-        // The rows' first segment goes straight to its place.
-        const bool fresh = p.keep || seg == 0;
-        float* result = fresh ? mem.out.data() : mem.piece.data();
-        for (long r = begin; r < rows; ++r) {
-            float sum, top = soften(mem.scores.data() + r * SEG, std::min(SEG, tokens[r / group].position + 1 - first), sum);
-            mem.seg_most[r] = top, mem.seg_sum[r] = sum;
+void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer) {
+    const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group, size = pages.block_size;
+    const long base = (kv_head - p.kv_first) * rows;
+    const Row* tokens = rows_.data() + p.row;
+    // Slots past the sequence's end hold anything, and 0 * NaN is NaN: zeros stand in for them.
+    const long first = seg * SEG, there = std::min(SEG, p.keys - first);
+    const float* keys[SEG];
+    for (long j = 0; j < SEG; ++j) {
+        float* to = mem.values.data() + j * width_;
+        if (j >= there) {
+            keys[j] = mem.zeros.data();
+            std::fill(to, to + dim, 0.0f);
+            continue;
         }
-        for (long i = 0; i < width_; i += NR)
-            products(count, mem.scores.data() + begin * SEG, SEG, mem.values.data() + i, width_, SEG,
-                     result + begin * width_ + i, width_);
-        for (long r = begin; r < rows; ++r) {
-            if (p.keep) {
-                float* to = partial(tokens[r / group].partial + seg, kv_head * group + r % group);
-                to[0] = mem.seg_most[r], to[1] = mem.seg_sum[r];
-                std::copy_n(result + r * width_, width_, to + 2);
-            } else if (seg == 0) {
-                mem.most[r] = mem.seg_most[r], mem.sum[r] = mem.seg_sum[r];
-            } else {
-                merge(mem.most[r], mem.sum[r], mem.out.data() + r * width_, mem.seg_most[r], mem.seg_sum[r],
-                      result + r * width_, width_);
-            }
+        const long block = p.table[(first + j) / size], offset = (first + j) % size;
+        keys[j] = pages.at(block, layer, 0, offset) + kv_head * dim;
+        const float* value = pages.at(block, layer, 1, offset) + kv_head * dim;
+        for (long i = 0; i < dim; i += VL) {
+            int left = static_cast<int>(dim - i);
+            v_store_n(to + i, v_load_n(value + i, left), left);
         }
     }
-    if (p.keep) return;
-    for (long r = 0; r < rows; ++r)
-        finish(mem.sum[r], mem.out.data() + r * width_,
-               out + (tokens[r / group].token * heads_ + kv_head * group + r % group) * dim, dim);
+    for (long j = 0; j < SEG; j += VL) transpose(keys + j, dim, mem.keys.data() + j, SEG);
+    // The next segment comes nearer while this one is multiplied.
+    mem.lines.clear();
+    const long ahead = seg + 1 < p.end ? std::min(SEG, p.keys - first - SEG) : 0;
+    for (int value = 0; value < 2; ++value)
+        for (long j = 0; j < ahead; ++j) {
+            const long later = first + SEG + j;
+            const float* row = pages.at(p.table[later / size], layer, value, later % size) + kv_head * dim;
+            for (long i = 0; i < dim; i += 16) mem.lines.push_back(reinterpret_cast<const char*>(row + i));
+        }
+    while (mem.lines.size() % 4) mem.lines.push_back(mem.lines.back());
+    Lines lines{mem.lines.data(), mem.lines.data() + mem.lines.size()};
+
+    long begin = 0;  // rows whose position is before the segment have nothing here; positions ascend
+    while (tokens[begin / group].position < first) begin += group;
+    const long count = rows - begin;
+    const float* q = mem.q.data() + (base + begin) * dim;
+    float* scores = mem.scores.data();
+    products(count, q, dim, mem.keys.data(), SEG, dim, SEG, scores + begin * SEG, SEG, lines);
+    for (long r = begin; r < rows; ++r) {
+        const long visible = std::min(SEG, tokens[r / group].position + 1 - first);
+        mem.seg_most[r] = soften(scores + r * SEG, visible, mem.seg_sum[r]);
+    }
+    // The first segment's result goes straight to its place.
+    const bool fresh = seg == 0 && !p.keep;
+    float* result = fresh ? mem.out.data() + base * width_ : mem.piece.data();
+    products(count, scores + begin * SEG, SEG, mem.values.data(), width_, SEG, width_, result + begin * width_, width_,
+             lines);
+    for (long r = begin; r < rows; ++r) {
+        const float most = mem.seg_most[r], sum = mem.seg_sum[r], *from = result + r * width_;
+        if (p.keep) {
+            float* to = partial(tokens[r / group].partial + seg, kv_head * group + r % group);
+            to[0] = most, to[1] = sum;
+            std::copy_n(from, width_, to + 2);
+        } else if (fresh) {
+            mem.most[base + r] = most, mem.sum[base + r] = sum;
+        } else {
+            merge(mem.most[base + r], mem.sum[base + r], mem.out.data() + (base + r) * width_, most, sum, from, width_);
+        }
+    }
 }
 
 void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages, long layer, float scale, float* out) {
-    const long kv_heads = pages.kv_heads;
-    w.each((long)pieces_.size() * kv_heads, [&](long i) {
-        piece(pieces_[i / kv_heads], i % kv_heads, scratch_[w.rank], q, ldq, pages, layer, scale, out);
-    });
-    w.each((long)merges_.size() * heads_, [&](long i) {
+    w.each(static_cast<long>(pieces_.size()),
+           [&](long i) { piece(pieces_[i], scratch_[w.rank], q, ldq, pages, layer, scale, out); });
+    if (merges_.empty()) return;
+    w.each(static_cast<long>(merges_.size()) * heads_, [&](long i) {
         const Merge& m = merges_[i / heads_];
         const Row& row = rows_[m.row];
         const long head = i % heads_, dim = pages.dim;

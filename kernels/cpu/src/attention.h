@@ -51,26 +51,37 @@ class AttentionPlan {
         const long* table;   // of a sequence that has these segments' blocks
         long first, end;     // segments
         long keys;           // keys that exist
+        long kv_first, kv_end;
         bool keep;           // leave each segment's result in partials_
     };
     struct Merge {
         long row, segments;
     };
+    // Rows of a KV head lie together: [kv_end - kv_first][rows of tokens x heads of the group].
     struct Scratch {
         std::vector<float> q, scores, keys, values, out, piece, zeros;
         std::vector<float> most, sum, seg_most, seg_sum;
+        std::vector<const char*> lines;
+    };
+    struct Single {
+        long sequence, token, keys;
+        const long* table;
     };
 
-    void plan_decodes(const std::vector<long>& sequences, const Sequences& s, const Pages& pages, int threads);
-    void piece(const Piece& p, long kv_head, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer,
-               float scale, float* out);
+    void plan_decodes(const Pages& pages, int threads);
+    void plan_shared(long begin, long end, long first, const Pages& pages, bool few);
+    void add(long row, long rows, const Single& leader, long first, long end, long step, bool keep, long kv_step);
+    void piece(const Piece& p, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer, float scale,
+               float* out);
+    void segment(const Piece& p, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer);
     float* partial(long at, long head) { return partials_.data() + (at * heads_ + head) * (width_ + 2); }
 
-    long heads_ = 0, width_ = 0;  // width_: dim rounded up to NR
+    long heads_ = 0, kv_heads_ = 0, width_ = 0;   // width_: dim rounded up to NR
+    long first_single_ = 0, partial_rows_ = 0;    // where the singles are in rows_; what partials_ must hold
     std::vector<Row> rows_;
     std::vector<Piece> pieces_;
     std::vector<Merge> merges_;
-    std::vector<long> starts_;  // first token of each sequence
+    std::vector<Single> singles_;  // sequences with one query, those with common blocks side by side
     std::vector<float> partials_;
     std::vector<Scratch> scratch_;
 };
