@@ -21,11 +21,13 @@ $(VENV)/bin/python:
 $(SERVE_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing chatsvc into $(VENV) (a few minutes the first time)"
 	$(PIP) install --progress-bar on -c constraints.txt -e .
+	@$(BIN)/python -m kernels.cpu.build
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing chatsvc and its test tools into $(VENV)"
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[test,lint]'
+	@$(BIN)/python -m kernels.cpu.build
 	@touch $@ $(SERVE_STAMP)
 
 serve: $(SERVE_STAMP)

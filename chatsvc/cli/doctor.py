@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import os
 import platform
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ import torch
 from chatsvc import __version__
 from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.config import ServeConfig, usable_cpus, usable_memory
+from chatsvc.engine.build import device_of, dtype_of
 from chatsvc.errors import ChatsvcError
 from chatsvc.modelfiles import resolve
 from chatsvc.models.attention.select import make_backend
@@ -28,6 +28,7 @@ from chatsvc.models.loader import load_config
 from chatsvc.sessions.select import open_store
 from chatsvc.text.template import load_template
 from chatsvc.text.tokenizer import load_tokenizer
+from kernels.cpu.build import built, compiler
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -108,18 +109,27 @@ def _hardware(_: ServeConfig) -> list[Finding]:
 
 
 def _kernels(config: ServeConfig) -> list[Finding]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = make_backend(config.attention_backend, device)
+    device = device_of()
+    dtype = dtype_of(config, device)
     triton = importlib.util.find_spec("triton") is not None
-    compiler = next((c for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c and shutil.which(c)), None)
+    cxx = compiler()
+    wanted = config.attention_backend == "cpu" or (config.attention_backend == "auto" and dtype == torch.float32)
+    if device.type == "cpu" and wanted and cxx and not built():
+        attention = Finding("attention", "ok", "compiled CPU kernels; the first start compiles them (about 10 s)")
+    elif device.type == "cpu" and wanted and not cxx and config.attention_backend == "auto":
+        text = "plain torch on cpu, which is slower: a C++ compiler (g++ or clang++) would give compiled kernels"
+        attention = Finding("attention", "warn", text)
+    else:
+        backend = make_backend(config.attention_backend, device, dtype=dtype)
+        attention = Finding("attention", "ok", f"{type(backend).__name__} on {device}")
     return [
-        Finding("attention", "ok", f"{type(backend).__name__} on {device}"),
+        attention,
         Finding(
             "triton",
-            "warn" if device == "cuda" and not triton else "ok",
+            "warn" if device.type == "cuda" and not triton else "ok",
             "installed" if triton else "not installed (only needed on a GPU)",
         ),
-        Finding("compiler", "ok", compiler or "none found (not needed in this version)"),
+        Finding("compiler", "ok", cxx or "none found"),
     ]
 
 

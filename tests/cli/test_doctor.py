@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from chatsvc.cli.doctor import Finding, collect, command, render
 from chatsvc.config import ServeConfig
+from kernels.cpu.build import compiler
 
 
 def levels(findings: list[Finding]) -> dict[str, str]:
@@ -37,7 +38,6 @@ def test_a_sound_machine(tmp_path: Path) -> None:
     [
         ({"model": "nonsense"}, "model", "no file or directory nonsense"),
         ({"model": "owner/unknown"}, "model", "chatsvc pull owner/unknown"),
-        ({"attention_backend": "cpu"}, "kernels", "--attention-backend cpu"),
         ({"session_store": "mongo://x"}, "store", "mongo://"),
         ({"session_store": "redis://127.0.0.1:1/0"}, "store", "Redis"),
         ({"kv_cache_memory": "900TiB"}, "kv cache", "lower --kv-cache-memory"),
@@ -65,3 +65,19 @@ def test_exit_code() -> None:
     assert runner.invoke(command, ["--session-store", "memory://"]).exit_code == 0
     result = runner.invoke(command, ["--model", "nonsense"])
     assert result.exit_code == 1 and "FAIL" in result.output
+
+
+def test_attention_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def attention(**options: str) -> Finding:
+        found = collect(ServeConfig.of(session_store="memory://", **options))
+        return next(f for f in found if f.topic in ("attention", "kernels"))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if compiler():
+        assert "first start compiles" in attention().text
+        assert list(tmp_path.iterdir()) == [], "looking changes nothing"
+    assert "TorchBackend" in attention(attention_backend="torch").text
+    assert "TorchBackend" in attention(dtype="bfloat16").text
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert attention().level == "warn" and "C++ compiler" in attention().text
+    assert attention(attention_backend="cpu").level == "fail"
