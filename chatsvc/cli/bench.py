@@ -21,6 +21,7 @@ from chatsvc.bench.drive import Run, drive
 from chatsvc.bench.limits import Limits, measure
 from chatsvc.bench.rig import Rig
 from chatsvc.bench.waste import waste
+from chatsvc.cli import bench_allocator
 from chatsvc.cli.options import GroupedCommand, GroupedOption, given, options_of
 from chatsvc.config import ServeConfig
 from chatsvc.errors import ConfigError
@@ -87,7 +88,15 @@ def _bench(*flags: str, **kw: Any) -> Callable[[F], F]:
     return click.option(*flags, cls=GroupedOption, group="Bench", **kw)
 
 
-@click.command("bench", cls=GroupedCommand, context_settings={"max_content_width": 120})
+class BenchGroup(GroupedCommand, click.Group):
+    """The bench itself, and further ones by name."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+@click.group("bench", cls=BenchGroup, invoke_without_command=True, context_settings={"max_content_width": 120})
 @_bench("--mode", "modes", multiple=True, type=click.Choice([m.name for m in MODES]), help="one or several [all]")
 @_bench("--workload", "workloads", multiple=True, type=click.Choice(trace.NAMES), help="one or several [all]")
 @_bench("--quick", is_flag=True, help="smaller workloads; without --workload: mixed, shared-prefix, decode-heavy")
@@ -99,7 +108,10 @@ def _bench(*flags: str, **kw: Any) -> Callable[[F], F]:
 @_bench("--waste", "only_waste", is_flag=True, help="only the waste of KV slots on the whole mixed trace, simulated")
 @_bench("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write all numbers there")
 @options_of(ServeConfig, only=_SHARED)
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     modes: tuple[str, ...],
     workloads: tuple[str, ...],
     quick: bool,
@@ -116,6 +128,8 @@ def command(
 
     Without options it takes some minutes on two cores; --executor simulated needs no weights and no time.
     """
+    if context.invoked_subcommand is not None:
+        return
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     config = _config(given(values), waste_only=only_waste)
     if only_waste:
@@ -225,3 +239,6 @@ def _print(document: dict[str, Any], outcome: Outcome) -> None:
         click.echo(report.comparison_lines(outcome.comparisons))
     if outcome.limits is not None:
         click.echo(report.limits_lines(outcome.limits))
+
+
+command.add_command(bench_allocator.command)

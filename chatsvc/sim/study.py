@@ -30,7 +30,7 @@ class Study:
     seed: int = 0
     scale: float = 1.0
 
-    def tokens(self, n: int) -> int:
+    def tokens(self, n: float) -> int:
         return round(n * self.scale)
 
     # -- arithmetic --------------------------------------------------------------------------------------------
@@ -160,17 +160,19 @@ class Study:
         )
         return section
 
-    def crowded_run(self, scenario: Scenario, mode: Mode, name: str, block_size: int | None = None) -> Run:
+    def crowded_run(
+        self, scenario: Scenario, mode: Mode, name: str, block_size: int | None = None, share: float = 1.0
+    ) -> Run:
         """Arrivals faster than anything can serve them, so that the queue is never empty.
 
         A continuous batch is found in its steady state, a static one begins empty, as each of its batches does. What is
-        measured: about one life of each of the ``many`` that run together, and no less than some ten thousand tokens.
+        measured: about 0.6 lives of each of the ``many`` that run together, and no less than some ten thousand tokens.
         """
         trace = single_turns(name, 4000, RATE_CROWD, self.seed)
         many = min(fit(scenario, trace, mode.reservation, self.seed), scenarios.MAX_NUM_SEQS)
-        measured = self.tokens(min(max(20_000, 2_000 * many), max(60_000, round(0.6 * many * MEANS[name][1]))))
+        measured = self.tokens(share * min(max(20_000, 2_000 * many), max(60_000, round(0.6 * many * MEANS[name][1]))))
         # Until the steady state's contexts are computed, and then some.
-        warm_up = measured // 4 + many * many // 10
+        warm_up = measured // 4 + round(many * many * sum(MEANS[name]) / (2 * scenarios.TOKENS_PER_STEP))
         if mode.batching == "continuous":
             trace = under_way(trace, many, self.seed)
         driver = make_driver(scenario, mode, block_size=block_size)
@@ -219,8 +221,8 @@ class Study:
         )
         section = Section("block_sizes", f"Block sizes, {scenario.model.name}, continuous, paged", columns)
         for size in BLOCK_SIZES:
-            chat = self.crowded_run(scenario, modes.PAGED, "sharegpt", size)
-            short = self.crowded_run(scenario, modes.PAGED, "alpaca", size)
+            chat = self.crowded_run(scenario, modes.PAGED, "sharegpt", size, 0.4)
+            short = self.crowded_run(scenario, modes.PAGED, "alpaca", size, 0.4)
             section.rows.append(
                 {
                     "block_size": size,
