@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chatsvc.bench.baselines import StaticScheduler
+from chatsvc.errors import ConfigError
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SampledToken, SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, Sequence
@@ -120,11 +121,18 @@ class Driver:
         Args:
             warm_up: answer tokens after which measuring begins.
             observe: called between planning a step and applying it.
+
+        Raises: ConfigError when a request is longer than the model's context or the pool.
         """
         scheduler = self.scheduler
         later: dict[int, list[Entry]] = {}
         due: list[tuple[float, int, Entry]] = []
+        limit = scheduler.config.max_total_tokens
         for e in trace:
+            if e.prompt_len + e.output_len > limit:
+                raise ConfigError(
+                    f"request {e.entry_id} of the trace has {e.prompt_len + e.output_len} tokens, more than {limit}"
+                )
             if e.after is None:
                 due.append((e.arrival, e.entry_id, e))
             else:
