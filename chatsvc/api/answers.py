@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from chatsvc.api.frames import DONE, Shape, dumps_in_slices, exception_event, usage
 from chatsvc.api.middleware import RequestInfo
+from chatsvc.api.search import best
 from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
 from chatsvc.engine.output import Delta, Generation, OutputLog
@@ -24,12 +25,16 @@ CLIENT_GONE = 499  # nobody sees it; for the log line
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The generations of one request (one per prompt; choice ``i`` of prompt ``p`` has the index ``p * n + i``)."""
+    """The generations of one request (one per prompt; choice ``i`` of prompt ``p`` has the index ``p * n + i``).
+
+    ``n``: choices that are returned of each; more were sampled with ``best_of``.
+    """
 
     generations: Sequence[Generation]
     shape: Shape
     info: RequestInfo
     services: Services
+    n: int
 
     def stream(self, *, include_usage: bool) -> Response:
         """Server-sent events."""
@@ -90,11 +95,11 @@ class Answer:
         return dumps_in_slices(self.shape.body(logs, usage(self.generations)))
 
     def _logs(self) -> list[OutputLog]:
-        logs = [choice for generation in self.generations for choice in generation.logs]
-        for choice in logs:
-            if choice.finish_reason == "error":
-                raise failure(choice)
-        return logs
+        for generation in self.generations:
+            for choice in generation.logs:
+                if choice.finish_reason == "error":
+                    raise failure(choice)
+        return [choice for generation in self.generations for choice in best(generation.logs, self.n)]
 
     async def _wait(self, request: Request) -> bool:
         """Until all generations ended (True) or the client has left (False)."""

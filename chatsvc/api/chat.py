@@ -17,6 +17,7 @@ from chatsvc.api.middleware import request_info
 from chatsvc.api.prompt import render, template_messages
 from chatsvc.api.sampling import choices, refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import ChatMessage, ChatRequest, GenerateFields
+from chatsvc.api.search import with_search
 from chatsvc.api.services import Services
 from chatsvc.api.unsupported import refuse_unsupported
 from chatsvc.errors import InvalidRequest, NotFound, Overloaded
@@ -39,7 +40,7 @@ def check_common(fields: GenerateFields, services: Services) -> int:
     """
     check_model(fields.model, services)
     n = choices(fields, services.settings.max_n)
-    refuse_unsupported(fields.model_extra, n)
+    refuse_unsupported(fields.model_extra)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options: only allowed together with stream=true", param="stream_options")
     return n
@@ -139,7 +140,7 @@ async def create(services: Services, request: Request) -> Response:
     generation = engine.generate(
         request_id=completion_id,
         prompt_token_ids=ids,
-        params=params,
+        params=with_search(params, body, services.settings.max_n),
         tenant=info.tenant,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
@@ -152,7 +153,7 @@ async def create(services: Services, request: Request) -> Response:
         logprobs=logprobs,
         usage_in_stream=include_usage(body),
     )
-    answer = Answer([generation], shape, info, services)
+    answer = Answer([generation], shape, info, services, params.n)
     return answer.stream(include_usage=include_usage(body)) if body.stream else await answer.whole(request)
 
 

@@ -17,6 +17,7 @@ from chatsvc.api.middleware import request_info
 from chatsvc.api.prompt import prompt_size, prompts
 from chatsvc.api.sampling import random_seed, refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import CompletionRequest
+from chatsvc.api.search import with_search
 from chatsvc.api.services import Services
 from chatsvc.engine.output import Generation
 from chatsvc.errors import InvalidRequest
@@ -35,8 +36,9 @@ async def create(services: Services, request: Request) -> Response:
     encoded = await services.offload(
         prompt_size(body.prompt), prompts, body.prompt, services.tokenizer, vocab_size, settings.max_prompts
     )
-    if len(encoded) * n > max(settings.max_prompts, settings.max_n):
-        raise InvalidRequest(f"n: {len(encoded)} prompts with {n} choices each are too many", param="n")
+    if len(encoded) * max(n, body.best_of or 1) > max(settings.max_prompts, settings.max_n):
+        name = "best_of" if (body.best_of or 1) > n else "n"
+        raise InvalidRequest(f"{name}: too many choices for {len(encoded)} prompts", param=name)
     seed = random_seed() if body.seed is None else body.seed
     params = [
         sampling_params(
@@ -59,7 +61,7 @@ async def create(services: Services, request: Request) -> Response:
                 engine.generate(
                     request_id=completion_id if len(encoded) == 1 else f"{completion_id}-{i}",
                     prompt_token_ids=ids,
-                    params=params[i],
+                    params=with_search(params[i], body, settings.max_n),
                     tenant=info.tenant,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
@@ -77,7 +79,7 @@ async def create(services: Services, request: Request) -> Response:
         logprobs=body.logprobs,
         usage_in_stream=include_usage(body),
     )
-    answer = Answer(generations, shape, info, services)
+    answer = Answer(generations, shape, info, services, n)
     return answer.stream(include_usage=include_usage(body)) if body.stream else await answer.whole(request)
 
 

@@ -68,6 +68,13 @@ class GenerateFields(SamplingFields):
     model: str | None = Field(None, description="the served model's name; without it: the one that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="only together with stream")
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="sample that many, return the n best by mean log-probability; beam search: its width",
+    )
+    use_beam_search: bool | None = Field(None, description="the n best hypotheses; streamed text comes at the end")
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(None, description="beam search; default 1")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="beam search; default false")
 
 
 class ContentPart(Body):

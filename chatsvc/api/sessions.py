@@ -196,7 +196,10 @@ class Sessions:
         services = self._services
         if body.n not in (None, 1):
             raise InvalidRequest("n: a turn of a session has one answer", param="n")
-        refuse_unsupported(body.model_extra, 1)
+        refuse_unsupported(body.model_extra)
+        for name in ("best_of", "use_beam_search"):
+            if (body.model_extra or {}).get(name) not in (None, False, 1):
+                raise InvalidRequest(f"{name}: a turn of a session has one answer", param=name)
         ids = await self._prompt(session, path)
         newer = body.max_completion_tokens is not None
         max_tokens = room_for(

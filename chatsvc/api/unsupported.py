@@ -32,9 +32,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "echo": _OFF,
     "suffix": ("",),
     # other servers'
-    "use_beam_search": _OFF,
-    "length_penalty": (1, 1.0),
-    "early_stopping": _OFF,
     "prompt_logprobs": _OFF,
     "logits_processors": _NO_LIST,
     "logit_processors": _NO_LIST,
@@ -72,12 +69,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(extra: Mapping[str, Any] | None, n: int) -> None:
+def refuse_unsupported(extra: Mapping[str, Any] | None) -> None:
     """Raise for the first field of ``extra`` that asks for something not offered.
 
     Args:
         extra: the body's fields that the schema does not know.
-        n: number of choices; ``best_of`` equal to it ranks nothing and is neutral.
 
     Raises:
         InvalidRequest: naming the field.
@@ -85,10 +81,7 @@ def refuse_unsupported(extra: Mapping[str, Any] | None, n: int) -> None:
     for name, value in (extra or {}).items():
         if value is None:
             continue
-        if name == "best_of":
-            if type(value) is not int or value != n:
-                raise InvalidRequest(f"best_of: only n itself ({n}) is supported", param=name, code="unsupported_value")
-        elif name in NEUTRAL and not any(type(value) is type(v) and value == v for v in NEUTRAL[name]):
+        if name in NEUTRAL and not any(type(value) is type(v) and value == v for v in NEUTRAL[name]):
             raise InvalidRequest(
                 f"{name}: this is not supported by this server", param=name, code="unsupported_parameter"
             )

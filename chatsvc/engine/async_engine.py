@@ -263,8 +263,8 @@ class AsyncEngine:
         plan = self.scheduler.schedule()
         now = time.perf_counter()
         for row in plan.rows:
-            running, choice = self._by_seq[row.seq_id]
-            running.scheduled(choice, now)
+            running = self._running[self.scheduler.queues.all[row.seq_id].request.request_id]
+            running.scheduled(now)
         self._in_flight, self._step_began = plan, now
         try:
             result = await self._execute(plan)
@@ -419,4 +419,5 @@ class AsyncEngine:
 
     def _name_of(self, seq: Sequence) -> str:
         assert seq.state is not State.FINISHED
-        return f"{seq.request.request_id}:{seq.choice}"
+        beam = f"beam{seq.seq_id}" if seq.group is not None else str(seq.choice)
+        return f"{seq.request.request_id}:{beam}"

@@ -42,14 +42,14 @@ class Running:
             for s, log in zip(request.sequences, generation.logs, strict=True)
         ]
 
-    def scheduled(self, choice: Choice, now: float) -> None:
-        """The choice has a row in the step that begins now."""
+    def scheduled(self, now: float) -> None:
+        """One of its sequences has a row in the step that begins now."""
         generation = self.generation
         if generation.timings.scheduled is None:
             generation.timings.scheduled = now
             self._metrics.queue.observe(now - generation.timings.arrival)
-        cached = choice.sequence.cached_tokens
-        if choice.sequence.choice == 0 and cached is not None:
+        cached = self.request.sequences[0].cached_tokens
+        if cached is not None:
             generation.num_cached_tokens = cached
 
     def append(self, choice: Choice, tokens: list[SampledToken], ended: str | None, now: float) -> str | None:

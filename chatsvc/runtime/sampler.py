@@ -157,7 +157,19 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     return out
 
 
+def continuations(logits: torch.Tensor, row: SamplingRow) -> SampledToken:
+    """For beam search: the most likely next tokens, after penalties and forbidden tokens.
+
+    As transformers has it, penalties act on the log-probabilities, not on the logits.
+    """
+    values, ids = adjust(logits.double().log_softmax(0), row).topk(min(row.candidates, logits.shape[0]))
+    top = tuple((i, v) for i, v in zip(ids.tolist(), values.tolist(), strict=True) if v > -torch.inf)
+    return SampledToken(top[0][0], top[0][1], top)
+
+
 def _sample_row(logits: torch.Tensor, row: SamplingRow, best: int) -> SampledToken:
+    if row.candidates:
+        return continuations(logits, row)
     p = row.params
     plain = not (row.prompt_ids or row.output_ids or p.logit_bias or row.forbidden_ids)
     token = best if plain and p.temperature < GREEDY_BELOW else draw(adjust(logits, row), row)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chatsvc.scheduler.beam import BeamParams
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -25,6 +27,7 @@ class SamplingParams:
         ignore_eos: the model's end tokens do not end the generation.
         logprobs: None, or how many alternatives (0..20) are reported beside the chosen token.
         n: number of choices.
+        beam: beam search instead of sampling; the n best hypotheses are the choices.
     """
 
     max_tokens: int
@@ -43,3 +46,4 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    beam: BeamParams | None = None

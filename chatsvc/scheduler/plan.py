@@ -17,6 +17,8 @@ class SamplingRow:
         position: position of the token to be drawn, counted from the start of the prompt.
         forbidden_ids: tokens that must not be drawn (end tokens while ``min_tokens`` is not reached).
         prompt_ids, output_ids: filled only when a penalty needs them.
+        candidates: for beam search: ``SampledToken.top`` gets that many continuations, best first, after
+            ``forbidden_ids``.
     """
 
     params: SamplingParams
@@ -25,6 +27,7 @@ class SamplingRow:
     forbidden_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+    candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)

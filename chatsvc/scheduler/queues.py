@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from itertools import islice
 
-from chatsvc.scheduler.request import Request, Sequence, State
+from chatsvc.cache.manager import BlockTable
+from chatsvc.scheduler.beam import BeamSearch
+from chatsvc.scheduler.request import BeamGroup, Request, Sequence, State
 
 
 def _key(seq: Sequence) -> tuple[float, int]:
@@ -15,6 +18,7 @@ def _key(seq: Sequence) -> tuple[float, int]:
 
 class Queues:
     """Args:
+        eos_token_ids: the model's end tokens.
         private: no request may find another one's blocks.
 
     Attributes:
@@ -24,7 +28,8 @@ class Queues:
     forking: further choices of a request, by the seq_id of the first one, which is still reading the prompt.
     """
 
-    def __init__(self, *, private: bool = False) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], *, private: bool = False) -> None:
+        self._eos = eos_token_ids
         self._private = private
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
@@ -37,12 +42,37 @@ class Queues:
         request.make_sequences(self._next_id, private=self._private)
         self._next_id += len(request.sequences)
         first, *others = request.sequences
+        if request.params.beam is not None:
+            others = list(request.sequences)
+            first = self.spawn(others[0])
+            request.beams = first.group = BeamGroup(self._search(request), [first])
         self.waiting[first.seq_id] = first
         for seq in others:
             seq.state = State.FORKING
+            seq.forked_from = first.seq_id
         if others:
             self.forking[first.seq_id] = others
-        self.all.update((s.seq_id, s) for s in request.sequences)
+        self.all.update((s.seq_id, s) for s in (first, *others))
+
+    def _search(self, request: Request) -> BeamSearch:
+        p = request.params
+        assert p.beam is not None
+        ends = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | self._eos
+        return BeamSearch(p.beam, ends, p.max_tokens)
+
+    def spawn(self, parent: Sequence) -> Sequence:
+        """A further sequence of the same request and tokens, standing nowhere yet."""
+        tokens = array("i", parent.tokens)
+        table = BlockTable(parent.table.extra)
+        seq = Sequence(self._next_id, parent.request, 0, tokens, table, parent.num_prompt, group=parent.group)
+        self._next_id += 1
+        return seq
+
+    def enter(self, seq: Sequence, state: State) -> None:
+        """A spawned sequence takes its first place."""
+        seq.state = state
+        self.all[seq.seq_id] = seq
+        insort(self.running if state is State.RUNNING else self.preempted, seq, key=_key)
 
     def move(self, seq: Sequence, state: State) -> None:
         """Out of where it stands, into running, preempted or (for good) finished."""
@@ -60,7 +90,7 @@ class Queues:
         if seq.state is State.WAITING:
             del self.waiting[seq.seq_id]
         elif seq.state is State.FORKING:
-            first = seq.request.sequences[0].seq_id
+            first = seq.forked_from
             self.forking[first].remove(seq)
             if not self.forking[first]:
                 del self.forking[first]

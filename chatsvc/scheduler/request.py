@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from chatsvc.cache.index import encode_extra
 from chatsvc.cache.manager import BlockTable
+from chatsvc.scheduler.beam import BeamSearch
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SampledToken
 
@@ -30,6 +31,8 @@ class Sequence:
         num_computed: positions below it have their K/V in the blocks of ``table``.
         turn: serial number of its last turn; whose is lowest has waited longest.
         cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
+        group: the beam search that it is a running beam of.
+        pending: what may follow it; it pauses until this is known of every beam of its group.
     """
 
     seq_id: int
@@ -44,6 +47,9 @@ class Sequence:
     cached_tokens: int | None = None
     preemptions: int = 0
     finish_reason: str | None = None
+    forked_from: int = -1
+    group: BeamGroup | None = None
+    pending: tuple[tuple[int, float], ...] | None = None
 
     @property
     def num_output(self) -> int:
@@ -65,6 +71,15 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
+class BeamGroup:
+    """A beam search and the sequences that run for it, in the order of ``search.scores``. The request's own sequences
+    wait (forking) until it is done and then take the best hypotheses."""
+
+    search: BeamSearch
+    beams: list[Sequence]
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """What a caller asked for: one prompt, ``params.n`` sequences.
 
@@ -81,6 +96,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
+    beams: BeamGroup | None = None
 
     def make_sequences(self, first_id: int, *, private: bool = False) -> None:
         """``private``: no other request finds this one's blocks."""

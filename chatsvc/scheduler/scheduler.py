@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chatsvc.cache.manager import BlockManager
+from chatsvc.scheduler.beam import Hypothesis
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
 from chatsvc.scheduler.queues import Queues
-from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
+from chatsvc.scheduler.request import BeamGroup, Request, Sequence, SequenceUpdate, State
 
 # A waiting sequence that must wait for somebody's block does not hold up those behind it, up to this many.
 MAX_PASSED_OVER = 64
@@ -84,7 +85,7 @@ class Scheduler:
         self.manager = manager
         self.budget = budget
         self.stats = SchedulerStats()
-        self.queues = Queues(private=not manager.prefix_caching)
+        self.queues = Queues(config.eos_token_ids, private=not manager.prefix_caching)
         self._suspects: set[int] = set()
         self._step = 0
         self._turns = 0
@@ -105,6 +106,10 @@ class Scheduler:
         self.manager.came_back(seq.table)
         seq.finish_reason = reason
         self._suspects.discard(seq.seq_id)
+        beams = seq.request.beams
+        if beams is not None and seq.group is None and seq.request.finished:
+            for beam in beams.beams:
+                self.finish(beam, reason)
 
     @property
     def running(self) -> list[Sequence]:
@@ -140,6 +145,8 @@ class Scheduler:
             rows = self._plan()
             # An empty pass has preempted at least one running sequence; with none left, admission succeeds.
             while not rows and self.queues.all:
+                if self.running and self.running[-1].pending is not None:
+                    self._preempt(self.running[-1])  # beams that pause make room for those they wait for
                 rows = self._plan()
         self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
         out, into = self.manager.take_moves()
@@ -173,15 +180,16 @@ class Scheduler:
 
     def _share(self, budget: int) -> dict[int, int]:
         """Tokens for each running sequence. Pure."""
-        decoding = [s for s in self.running if s.decoding]
+        running = [s for s in self.running if s.pending is None]
+        decoding = [s for s in running if s.decoding]
         if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
             others = (self.waiting or self.preempted) and len(self.running) < self.config.max_num_seqs
             kept = max(1, budget // 8) if others and budget > 1 else 0  # and who waits still gets in
-            turn = sorted(self.running, key=lambda s: s.turn)[: budget - kept]
+            turn = sorted(running, key=lambda s: s.turn)[: budget - kept]
             return {s.seq_id: 1 for s in turn}
         shares = {s.seq_id: 1 for s in decoding}
         left = budget - len(decoding)
-        prefilling = [s for s in self.running if not s.decoding]
+        prefilling = [s for s in running if not s.decoding]
         behind = len(prefilling) + len(self.preempted) + len(self.waiting)
         for seq in prefilling:
             behind -= 1
@@ -251,6 +259,8 @@ class Scheduler:
         for seq in self._candidates():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs or passed_over > MAX_PASSED_OVER:
                 break
+            if seq.pending is not None:
+                continue
             match = self.manager.match(seq.table, seq.tokens)
             need = self.manager.missing(seq.table, len(seq.tokens), match)
             room = reserved + watermark * len(self.running) if self.running else 0
@@ -283,7 +293,7 @@ class Scheduler:
         if seq.state is State.PREEMPTED:
             self.stats.recompute_hit_tokens += hits
             return
-        seq.cached_tokens = hits
+        seq.cached_tokens = seq.request.sequences[0].cached_tokens = hits
         self.stats.query_tokens += seq.num_prompt
         self.stats.hit_tokens += hits
         self.stats.cached_prompt_tokens += hits
@@ -309,6 +319,8 @@ class Scheduler:
         )
 
     def _forks(self, seq: Sequence) -> tuple[tuple[int, SamplingRow], ...]:
+        if seq.group is not None:
+            return ()
         return tuple((s.seq_id, self._sampling(s)) for s in self.queues.forking.get(seq.seq_id, ()))
 
     def _sampling(self, seq: Sequence) -> SamplingRow:
@@ -325,6 +337,7 @@ class Scheduler:
             forbidden_ids=forbidden,
             prompt_ids=tuple(seq.tokens[: seq.num_prompt]) if penalised else (),
             output_ids=tuple(seq.tokens[seq.num_prompt :]) if penalised else (),
+            candidates=seq.group.search.num_candidates if seq.group is not None else 0,
         )
 
     def _schedule_alone(self, seq: Sequence) -> ScheduledRow:
@@ -362,7 +375,10 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
         """Apply a finished step: append tokens, finish and free."""
         updates: list[SequenceUpdate] = []
+        groups: dict[int, BeamGroup] = {}
         for row in plan.rows:
+            if row.seq_id not in self.queues.all:
+                continue  # a beam of a request that failed in this very step
             seq = self.queues.all[row.seq_id]
             error = result.errors.get(row.seq_id)
             if error is not None:
@@ -374,8 +390,15 @@ class Scheduler:
             if row.sampling is None:
                 continue
             self._suspects.discard(seq.seq_id)
+            if seq.group is not None:
+                seq.pending = result.tokens[row.seq_id][0].top
+                groups[id(seq.group)] = seq.group
+                continue
             updates += self._fork(seq, row, result)
             updates.append(self._append(seq, result.tokens[row.seq_id]))
+        for group in groups.values():
+            if all(beam.pending is not None for beam in group.beams):
+                updates += self._advance(group)
         self.manager.step_over()
         self.budget.observe(plan.num_tokens, result.seconds)
         return updates
@@ -393,6 +416,47 @@ class Scheduler:
                 self.queues.move(seq, State.PREEMPTED)
             error = result.errors.get(seq_id)
             updates += self._fail(seq, error) if error is not None else [self._append(seq, result.tokens[seq_id])]
+        return updates
+
+    def _advance(self, group: BeamGroup) -> list[SequenceUpdate]:
+        """Every running beam knows what may follow: the best continuations go on, the others' blocks are free now."""
+        old = group.beams
+        kept = group.search.advance([beam.pending or () for beam in old])
+        if group.search.done:
+            return self._finish_beams(old[0].request, group)
+        group.beams = []
+        for c in kept:
+            # The first continuation of a beam is the beam itself, a further one a fork of it.
+            beam = old[c.parent] if old[c.parent] not in group.beams else self._fork_beam(old[c.parent])
+            group.beams.append(beam)
+        for beam in old:
+            if beam not in group.beams:
+                self.finish(beam, "pruned")
+        for beam, c in zip(group.beams, kept, strict=True):
+            beam.tokens.append(c.token)
+            beam.pending = None
+        return []
+
+    def _fork_beam(self, parent: Sequence) -> Sequence:
+        beam = self.queues.spawn(parent)
+        if parent.state is State.RUNNING and len(self.running) < self.config.max_num_seqs:
+            self.queues.enter(beam, State.RUNNING)
+            self.manager.fork(parent.table, beam.table)
+            beam.num_computed = parent.num_computed
+        else:
+            self.queues.enter(beam, State.PREEMPTED)
+        return beam
+
+    def _finish_beams(self, request: Request, group: BeamGroup) -> list[SequenceUpdate]:
+        updates: list[SequenceUpdate] = []
+        nothing = Hypothesis((), 0.0, False)  # only if fewer than n continuations exist at all
+        hypotheses = [*group.search.finished, *[nothing] * len(request.sequences)]
+        for seq, best in zip(request.sequences, hypotheses, strict=False):
+            seq.tokens.extend(best.tokens)
+            self.stats.generation_tokens += len(best.tokens)
+            reason = "stop" if best.ended else "length"
+            self.finish(seq, reason)
+            updates.append(SequenceUpdate(seq, [SampledToken(t) for t in best.tokens], reason))
         return updates
 
     def _append(self, seq: Sequence, sampled: list[SampledToken]) -> SequenceUpdate:
@@ -428,8 +492,9 @@ class Scheduler:
         return []
 
     def _fail(self, seq: Sequence, error: str) -> list[SequenceUpdate]:
-        """The sequence fails, and with it the choices that wait to be forked from it."""
-        failed = [seq, *self.queues.forking.get(seq.seq_id, ())]
+        """The sequence fails, and with it the choices that wait to be forked from it (or for its beam search)."""
+        waiting = self.queues.forking.get(seq.seq_id, ())
+        failed = list(seq.request.sequences) if seq.group is not None else [seq, *waiting]
         for one in failed:
             self.finish(one, "error")
         return [SequenceUpdate(one, [], "error", error=error) for one in failed]
@@ -445,6 +510,6 @@ class Scheduler:
         self.queues.check_integrity()
         for seq in self.running:
             assert len(seq.table.blocks) * self.manager.block_size >= seq.num_computed
-            assert seq.num_computed < len(seq.tokens) <= self.config.max_total_tokens
+            assert seq.num_computed < len(seq.tokens) + (seq.pending is not None) <= self.config.max_total_tokens + 1
             assert seq.table.swapped is None
         assert len(self.running) <= self.config.max_num_seqs

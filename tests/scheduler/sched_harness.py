@@ -7,10 +7,11 @@ from array import array
 from dataclasses import replace
 
 from chatsvc.cache.manager import BlockManager
-from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
+from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, candidates, hashed_token
+from chatsvc.scheduler.beam import BeamParams, BeamSearch
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
-from chatsvc.scheduler.plan import SampledToken, SchedulerOutput, StepResult
+from chatsvc.scheduler.plan import SampledToken, SamplingRow, SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, SequenceUpdate
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
 
@@ -75,6 +76,10 @@ class Bench:
         rows |= {i: replace(r, seq_id=i, sampling=how) for r in plan.rows for i, how in r.forks}
         before = {i: array("i", self.scheduler.queues.all[i].tokens) for i in rows}
         for update in self.scheduler.update(plan, result):
+            if update.sequence.request.beams is not None and update.finish_reason != "error":
+                self._check_hypothesis(update)
+                self.finished.append(update)
+                continue
             for token in update.tokens:  # the truth: a pure function of the sequence's own tokens
                 row = rows[update.sequence.seq_id]
                 want = self.token_fn(before[row.seq_id], row)
@@ -84,6 +89,20 @@ class Bench:
             if update.finish_reason:
                 self.finished.append(update)
         self.scheduler.check_integrity()
+
+    def _check_hypothesis(self, update: SequenceUpdate) -> None:
+        """The whole search again, on nothing but the prompt."""
+        request = update.sequence.request
+        p = request.params
+        assert p.beam is not None
+        search = BeamSearch(p.beam, frozenset({EOS}), p.max_tokens)
+        while not search.done:
+            forbidden = (EOS,) if len(search.outputs[0]) < p.min_tokens else ()
+            how = SamplingRow(p, 0, 0, forbidden, candidates=search.num_candidates)
+            contexts = [array("i", [*request.prompt_token_ids, *out]) for out in search.outputs]
+            search.advance([candidates(context, how, VOCAB) for context in contexts])
+        best = search.finished[update.sequence.choice]
+        assert tuple(t.token_id for t in update.tokens) == best.tokens
 
     def _check_rows(self, plan: SchedulerOutput) -> None:
         written: set[int] = set()
@@ -146,11 +165,14 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
             tail = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
             prompt = (head[: rng.randint(1, len(head))] + tail)[: bench.limit - 1]
             room = bench.limit - len(prompt)
+            n = rng.choice([1, 1, 1, 2, 4])
+            beam = BeamParams(max(2, n), rng.choice([0.0, 1.0, 2.0]), rng.choice([True, False, "never"]))
             live.append(
                 bench.add(
                     prompt,
                     max_tokens=rng.randint(1, min(room, 12)),
-                    n=rng.choice([1, 1, 1, 2, 4]),
+                    n=n,
+                    beam=beam if rng.random() < 0.2 else None,
                     salt=rng.choice(["", "", "a"]),
                     temperature=rng.choice([0.0, 1.0]),
                     seed=rng.randrange(5),
