@@ -68,6 +68,8 @@ class CpuModel:
         data = cache.data
         assert data.dtype == torch.float32 and data.is_contiguous() and data.device.type == "cpu"
         if data.data_ptr() != self._pool_at:
+            # The first step on this pool: whoever loaded the weights has dropped them by now.
+            self._library.ck_trim()
             self._library.huge_pages(data)
             self._pool_at = data.data_ptr()
         angles = self._rotary.table(max(positions, default=0) + 1)

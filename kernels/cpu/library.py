@@ -19,6 +19,7 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_simd": (ctypes.c_char_p, []),
     "ck_huge_pages": (None, [_P, _L]),
+    "ck_trim": (None, []),
     "ck_model_new": (_P, [_P, _F, _I]),
     "ck_model_free": (None, [_P]),
     "ck_model_linear": (_I, [_P, _L, _I, _L, _L, _P, _P]),

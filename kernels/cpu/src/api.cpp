@@ -7,6 +7,10 @@
 #include <sys/mman.h>
 #endif
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "step.h"
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -43,6 +47,13 @@ API void ck_huge_pages(void* data, long bytes) {
     if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 #else
     (void)data, (void)bytes;
+#endif
+}
+
+// Gives freed memory back to the system: what a loader used for weights that have been packed since.
+API void ck_trim() {
+#ifdef __GLIBC__
+    malloc_trim(0);
 #endif
 }
 

@@ -8,7 +8,6 @@
 namespace {
 
 constexpr long TILE_ROWS = 96;   // query heads of one piece and KV head
-constexpr long SPLIT = 8;        // segments of one piece when there are few sequences
 constexpr long SHARED_SPLIT = 4; // segments of one piece that many sequences share
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
@@ -43,34 +42,41 @@ float soften(float* scores, long visible, float& sum) {
     return top;
 }
 
-// Addresses of cache lines that will be read soon.
-struct Lines {
-    const char *const *next, *const *end;
+// Memory that will be read soon, asked for line by line; the last run is empty.
+struct Ahead {
+    const Run* run;
+    const char* at;
+
+    explicit Ahead(const Run* runs) : run(runs), at(runs->begin) {}
+    template <int N>
+    void fetch() {
+        if (at >= run->end) return;
+        for (int i = 0; i < N; ++i) prefetch(at + 64 * i);
+        at += 64 * N;
+        if (at >= run->end) at = (++run)->begin;
+    }
 };
 
-// c [M, W * VL] = a [M, k] b [k, W * VL]
+// c [M, W * VL] = a [M, k] times the k rows at b
 template <int M, int W>
-void product(const float* a, long lda, const float* b, long ldb, long k, float* c, long ldc, Lines& lines) {
+void product(const float* a, long lda, const float* const* b, long shift, long k, float* c, long ldc, Ahead& ahead) {
     vf acc[M][W];
-    Lines l = lines;
-    tile<M, W>(a, lda, b, ldb, k, acc, [&](long) {
-        if (l.next >= l.end) return;
-        for (int i = 0; i < W; ++i) prefetch(l.next[i]);
-        l.next += W;
-    });
-    lines = l;
+    Ahead own = ahead;
+    tile<M, W>(
+        a, lda, [=](long kk) { return b[kk] + shift; }, k, acc, [&] { own.template fetch<W>(); });
+    ahead = own;
     for (int m = 0; m < M; ++m)
         for (int i = 0; i < W; ++i) v_store(c + m * ldc + i * VL, acc[m][i]);
 }
-using Product = void (*)(const float*, long, const float*, long, long, float*, long, Lines&);
+using Product = void (*)(const float*, long, const float* const*, long, long, float*, long, Ahead&);
 template <int W, int... I>
 constexpr Product pick(int m, std::integer_sequence<int, I...>) {
     constexpr Product table[] = {product<I + 1, W>...};
     return table[m - 1];
 }
-// c [rows, columns] = a [rows, k] b [k, columns]; columns are a multiple of NR.
-void products(long rows, const float* a, long lda, const float* b, long ldb, long k, long columns, float* c, long ldc,
-              Lines& lines) {
+// c [rows, columns] = a [rows, k] times the k rows at b; columns are a multiple of NR.
+void products(long rows, const float* a, long lda, const float* const* b, long k, long columns, float* c, long ldc,
+              Ahead& ahead) {
     const long tiles = (rows + MR - 1) / MR;
     long row = 0;
     for (long t = 0; t < tiles; ++t) {
@@ -80,7 +86,7 @@ void products(long rows, const float* a, long lda, const float* b, long ldb, lon
             const bool wide = size <= MR / 2 && columns - j >= 2 * NR;
             auto f = wide ? pick<4>(size, std::make_integer_sequence<int, MR / 2>())
                           : pick<2>(size, std::make_integer_sequence<int, MR>());
-            f(a + row * lda, lda, b + j, ldb, k, c + row * ldc + j, ldc, lines);
+            f(a + row * lda, lda, b, j, k, c + row * ldc + j, ldc, ahead);
             j += wide ? 2 * NR : NR;
         }
         row += size;
@@ -116,7 +122,9 @@ void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, in
         mem.q.resize(all * pages.dim), mem.out.resize(all * width_), mem.most.resize(all), mem.sum.resize(all);
         mem.scores.resize(rows * SEG), mem.piece.resize(rows * width_);
         mem.seg_most.resize(rows), mem.seg_sum.resize(rows);
-        mem.keys.resize(SEG * pages.dim), mem.values.resize(SEG * width_), mem.zeros.resize(pages.dim);
+        mem.keys.resize(SEG * pages.dim), mem.values.resize(SEG * width_), mem.zeros.resize(width_);
+        mem.key_rows.resize(pages.dim);
+        for (long i = 0; i < pages.dim; ++i) mem.key_rows[i] = mem.keys.data() + i * SEG;
     }
 }
 
@@ -142,13 +150,17 @@ void AttentionPlan::plan_decodes(const Pages& pages, int threads) {
     for (const Single& single : singles_) rows_.push_back({single.token, single.keys - 1, -1});
     partial_rows_ = 0;
     first_single_ = row;
-    plan_shared(0, static_cast<long>(singles_.size()), 0, pages,
-                static_cast<long>(singles_.size()) < 2L * threads);
+    // With few sequences each is cut, so that every thread has something to read.
+    long segments = 0;
+    for (const Single& single : singles_) segments += (single.keys + SEG - 1) / SEG;
+    const bool few = static_cast<long>(singles_.size()) < 4L * threads;
+    step_ = few ? std::max(1L, segments / (4L * threads)) : std::numeric_limits<long>::max();
+    plan_shared(0, static_cast<long>(singles_.size()), 0, pages);
     partials_.resize(partial_rows_ * heads_ * (width_ + 2));
 }
 
 // The singles [begin, end) have the segments before `first` in common, and those are planned.
-void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& pages, bool few) {
+void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& pages) {
     const long size = pages.block_size, tile_queries = std::max(1L, TILE_ROWS / (heads_ / kv_heads_));
     // Whole segments that two of them have in common.
     auto common = [&](const Single& a, const Single& b) {
@@ -168,18 +180,18 @@ void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& p
         }
         if (stop == begin + 1) {
             const long segments = (leader.keys + SEG - 1) / SEG, row = first_single_ + begin;
-            const bool keep = first > 0 || (few && segments > SPLIT);
+            const bool keep = first > 0 || segments > step_;
             if (keep) {
                 rows_[row].partial = partial_rows_;
                 partial_rows_ += segments;
                 merges_.push_back({row, segments});
             }
-            add(row, 1, leader, first, segments, few ? SPLIT : segments, keep, few ? 1 : kv_heads_);
+            add(row, 1, leader, first, segments, std::min(step_, segments), keep, kv_heads_);
         } else {
             for (long at = begin; at < stop; at += tile_queries)
                 add(first_single_ + at, std::min(tile_queries, stop - at), leader, first, shared, SHARED_SPLIT, true,
                     kv_heads_);
-            plan_shared(begin, stop, shared, pages, few);
+            plan_shared(begin, stop, shared, pages);
         }
         begin = stop;
     }
@@ -209,47 +221,60 @@ void AttentionPlan::piece(const Piece& p, Scratch& mem, const float* q, long ldq
         }
 }
 
+// f(block, offset, j, n) for each stretch of `count` keys from `first` that lies in one block: keys first + j .. + n.
+template <class F>
+void AttentionPlan::each_run(const Piece& p, long first, long count, long size, F&& f) {
+    long block = first / size, offset = first % size;
+    for (long j = 0; j < count; ++block, offset = 0) {
+        const long n = std::min(size - offset, count - j);
+        f(p.table[block], offset, j, n);
+        j += n;
+    }
+}
+
 void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer) {
     const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group, size = pages.block_size;
     const long base = (kv_head - p.kv_first) * rows;
     const Row* tokens = rows_.data() + p.row;
+    const long first = seg * SEG, there = std::min(SEG, p.keys - first), to_value = size * pages.token();
     // Slots past the sequence's end hold anything, and 0 * NaN is NaN: zeros stand in for them.
-    const long first = seg * SEG, there = std::min(SEG, p.keys - first);
-    const float* keys[SEG];
-    for (long j = 0; j < SEG; ++j) {
-        float* to = mem.values.data() + j * width_;
-        if (j >= there) {
-            keys[j] = mem.zeros.data();
-            std::fill(to, to + dim, 0.0f);
-            continue;
-        }
-        const long block = p.table[(first + j) / size], offset = (first + j) % size;
-        keys[j] = pages.at(block, layer, 0, offset) + kv_head * dim;
-        const float* value = pages.at(block, layer, 1, offset) + kv_head * dim;
-        for (long i = 0; i < dim; i += VL) {
-            int left = static_cast<int>(dim - i);
-            v_store_n(to + i, v_load_n(value + i, left), left);
+    const float *keys[SEG], *values[SEG];
+    std::fill(keys + there, keys + SEG, mem.zeros.data());
+    std::fill(values + there, values + SEG, mem.zeros.data());
+    each_run(p, first, there, size, [&](long block, long offset, long j, long n) {
+        const float* key = pages.at(block, layer, 0, offset) + kv_head * dim;
+        for (long i = 0; i < n; ++i, key += pages.token()) keys[j + i] = key, values[j + i] = key + to_value;
+    });
+    for (long j = 0; j < SEG; j += VL) transpose(keys + j, dim, mem.keys.data() + j, SEG);
+    if (width_ != dim) {  // whole vectors must be readable
+        for (long j = 0; j < SEG; ++j) {
+            std::copy_n(values[j], dim, mem.values.data() + j * width_);
+            values[j] = mem.values.data() + j * width_;
         }
     }
-    for (long j = 0; j < SEG; j += VL) transpose(keys + j, dim, mem.keys.data() + j, SEG);
-    // The next segment comes nearer while this one is multiplied.
-    mem.lines.clear();
-    const long ahead = seg + 1 < p.end ? std::min(SEG, p.keys - first - SEG) : 0;
-    for (int value = 0; value < 2; ++value)
-        for (long j = 0; j < ahead; ++j) {
-            const long later = first + SEG + j;
-            const float* row = pages.at(p.table[later / size], layer, value, later % size) + kv_head * dim;
-            for (long i = 0; i < dim; i += 16) mem.lines.push_back(reinterpret_cast<const char*>(row + i));
-        }
-    while (mem.lines.size() % 4) mem.lines.push_back(mem.lines.back());
-    Lines lines{mem.lines.data(), mem.lines.data() + mem.lines.size()};
+    // With few rows the time goes into reading: the next segment comes nearer while this one is multiplied. All KV heads
+    // of a token lie together, and the first of them asks for all.
+    const long ahead = rows < 2 * MR && seg + 1 < p.end ? std::min(SEG, p.keys - first - SEG) : 0;
+    if (kv_head == p.kv_first) {
+        mem.runs.clear();
+        each_run(p, first + SEG, ahead, size, [&](long block, long offset, long, long n) {
+            for (int value = 0; value < 2; ++value) {
+                const char* at = reinterpret_cast<const char*>(pages.at(block, layer, value, offset) + p.kv_first * dim);
+                mem.runs.push_back({at, at + (n * pages.token() - (kv_heads_ - p.kv_end + p.kv_first) * dim) * 4});
+            }
+        });
+        mem.runs.push_back({nullptr, nullptr});
+        mem.run = 0, mem.run_at = mem.runs[0].begin;
+    }
+    Ahead coming(mem.runs.data());
+    coming.run += mem.run, coming.at = mem.run_at;
 
     long begin = 0;  // rows whose position is before the segment have nothing here; positions ascend
     while (tokens[begin / group].position < first) begin += group;
     const long count = rows - begin;
     const float* q = mem.q.data() + (base + begin) * dim;
     float* scores = mem.scores.data();
-    products(count, q, dim, mem.keys.data(), SEG, dim, SEG, scores + begin * SEG, SEG, lines);
+    products(count, q, dim, mem.key_rows.data(), dim, SEG, scores + begin * SEG, SEG, coming);
     for (long r = begin; r < rows; ++r) {
         const long visible = std::min(SEG, tokens[r / group].position + 1 - first);
         mem.seg_most[r] = soften(scores + r * SEG, visible, mem.seg_sum[r]);
@@ -257,8 +282,8 @@ void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem
     // The first segment's result goes straight to its place.
     const bool fresh = seg == 0 && !p.keep;
     float* result = fresh ? mem.out.data() + base * width_ : mem.piece.data();
-    products(count, scores + begin * SEG, SEG, mem.values.data(), width_, SEG, width_, result + begin * width_, width_,
-             lines);
+    products(count, scores + begin * SEG, SEG, values, SEG, width_, result + begin * width_, width_, coming);
+    mem.run = coming.run - mem.runs.data(), mem.run_at = coming.at;
     for (long r = begin; r < rows; ++r) {
         const float most = mem.seg_most[r], sum = mem.seg_sum[r], *from = result + r * width_;
         if (p.keep) {

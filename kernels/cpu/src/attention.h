@@ -33,6 +33,11 @@ struct Sequences {
     const long* slots;  // [tokens] block * block_size + offset, or -1
 };
 
+// A stretch of memory.
+struct Run {
+    const char *begin, *end;
+};
+
 class AttentionPlan {
   public:
     // Cut the step's work into pieces for `threads`.
@@ -61,7 +66,10 @@ class AttentionPlan {
     struct Scratch {
         std::vector<float> q, scores, keys, values, out, piece, zeros;
         std::vector<float> most, sum, seg_most, seg_sum;
-        std::vector<const char*> lines;
+        std::vector<const float*> key_rows;
+        std::vector<Run> runs;
+        long run = 0;
+        const char* run_at = nullptr;
     };
     struct Single {
         long sequence, token, keys;
@@ -69,15 +77,18 @@ class AttentionPlan {
     };
 
     void plan_decodes(const Pages& pages, int threads);
-    void plan_shared(long begin, long end, long first, const Pages& pages, bool few);
+    void plan_shared(long begin, long end, long first, const Pages& pages);
     void add(long row, long rows, const Single& leader, long first, long end, long step, bool keep, long kv_step);
     void piece(const Piece& p, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer, float scale,
                float* out);
     void segment(const Piece& p, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer);
+    template <class F>
+    static void each_run(const Piece& p, long first, long count, long size, F&& f);
     float* partial(long at, long head) { return partials_.data() + (at * heads_ + head) * (width_ + 2); }
 
     long heads_ = 0, kv_heads_ = 0, width_ = 0;   // width_: dim rounded up to NR
     long first_single_ = 0, partial_rows_ = 0;    // where the singles are in rows_; what partials_ must hold
+    long step_ = 0;                               // segments of a piece of one single
     std::vector<Row> rows_;
     std::vector<Piece> pieces_;
     std::vector<Merge> merges_;

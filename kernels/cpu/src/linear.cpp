@@ -38,10 +38,13 @@ template <int M>
 void block(const Job& job, long panel, long row, const char* ahead, long stride) {
     const Matrix& m = job.m;
     vf acc[M][2];
-    tile<M, 2>(job.x + row * job.ldx, job.ldx, m.panel(panel), NR, m.k, acc, [&](long) {
-        prefetch(ahead), prefetch(ahead + 64);
-        ahead += stride;
-    });
+    const float* weights = m.panel(panel);
+    tile<M, 2>(
+        job.x + row * job.ldx, job.ldx, [=](long kk) { return weights + kk * NR; }, m.k, acc,
+        [&] {
+            prefetch(ahead), prefetch(ahead + 64);
+            ahead += stride;
+        });
     if (m.bias) {
         vf b0 = v_load(m.bias + panel * NR), b1 = v_load(m.bias + panel * NR + VL);
         for (int i = 0; i < M; ++i) acc[i][0] = acc[i][0] + b0, acc[i][1] = acc[i][1] + b1;

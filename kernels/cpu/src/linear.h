@@ -30,17 +30,18 @@ enum class Then {
 void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, float* y, long ldy, Then then,
             const Matrix* next);
 
-// acc[m][0..W) = sum over kk of a[m * lda + kk] * b[kk * ldb + 0 .. W * VL), kk ascending. `fetch(kk)` is called between:
-// the place to ask for what comes next, while this is computed.
-template <int M, int W, class Fetch>
-static inline __attribute__((always_inline)) void tile(const float* a, long lda, const float* b, long ldb, long k,
-                                                       vf (&acc)[M][W], Fetch&& fetch) {
+// acc[m][0..W) = sum over kk of a[m * lda + kk] * row(kk)[0 .. W * VL), kk ascending. `fetch()` is called between: the
+// place to ask for what comes next, while this is computed.
+template <int M, int W, class Row, class Fetch>
+static inline __attribute__((always_inline)) void tile(const float* a, long lda, Row&& row, long k, vf (&acc)[M][W],
+                                                       Fetch&& fetch) {
     for (int m = 0; m < M; ++m)
         for (int i = 0; i < W; ++i) acc[m][i] = v_zero();
     const float* p[(M + 2) / 3];  // every third row: the others are one or two strides away, which addressing modes do
     for (int i = 0; i < (M + 2) / 3; ++i) p[i] = a + 3 * i * lda;
-    for (long kk = 0; kk < k; ++kk, b += ldb) {
-        fetch(kk);
+    for (long kk = 0; kk < k; ++kk) {
+        fetch();
+        const float* b = row(kk);
         vf v[W];
 #pragma GCC unroll 4
         for (int i = 0; i < W; ++i) v[i] = v_load(b + i * VL);
