@@ -29,6 +29,7 @@ class Sequence:
     Attributes:
         tokens: prompt and output, int32.
         num_computed: positions below it have their K/V in the blocks of ``table``.
+        num_scheduled: the same once the step in flight is over.
         turn: serial number of its last turn; whose is lowest has waited longest.
         cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
         group: the beam search that it is a running beam of.
@@ -43,6 +44,7 @@ class Sequence:
     num_prompt: int
     state: State = State.WAITING
     num_computed: int = 0
+    num_scheduled: int = 0
     turn: int = 0
     cached_tokens: int | None = None
     preemptions: int = 0

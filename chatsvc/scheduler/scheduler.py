@@ -1,95 +1,23 @@
-"""Iteration-level scheduling: which sequences compute how many tokens in the next step.
-
-A step is planned in three passes over one token budget:
-
-1. *share*: running sequences that decode take one token each, the longest unserved first; what is left goes to those
-   that still prefill, oldest first, each at most half of the rest while others are behind it, so that a short prompt
-   is not kept waiting by a long one.
-2. *place*: oldest first, blocks are found for these tokens. When the pool runs dry the newest running sequence that
-   has not been placed gives all its blocks back and is recomputed later. The oldest is placed first and everybody
-   else can be preempted for it, so it always advances: there is no livelock.
-3. *admit*: if nobody was preempted, preempted and then waiting sequences come in while tokens, sequence slots and
-   blocks (the uncached prompt plus a watermark) last.
-
-A sequence whose next block is being filled by another one waits for that block instead of computing it twice.
+"""The scheduler: plans steps (see :mod:`chatsvc.scheduler.planner`) and applies what they made.
 
 Of a request with several choices the first reads the prompt; the others are forked from it when it draws its first
-token, share its blocks, and copy the partial last one when they first write into it.
+token, share its blocks, and copy the partial last one when they first write into it. Beam search forks at every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator
 
-from chatsvc.cache.manager import BlockManager
 from chatsvc.scheduler.beam import Hypothesis
-from chatsvc.scheduler.budget import StepBudget
-from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
-from chatsvc.scheduler.queues import Queues
+from chatsvc.scheduler.plan import SampledToken, ScheduledRow, SchedulerOutput, StepResult
+from chatsvc.scheduler.planner import Planner
 from chatsvc.scheduler.request import BeamGroup, Request, Sequence, SequenceUpdate, State
+from chatsvc.scheduler.settings import SchedulerConfig, SchedulerStats, SwapCosts
 
-# A waiting sequence that must wait for somebody's block does not hold up those behind it, up to this many.
-MAX_PASSED_OVER = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SwapCosts:
-    """Attributes:
-    mode: recompute, swap, or auto: whichever is estimated to cost less.
-    block_seconds: moving one block between the tiers.
-    token_seconds: computing one token.
-    """
-
-    mode: Literal["auto", "swap", "recompute"] = "recompute"
-    block_seconds: float = 0.0
-    token_seconds: float = 0.0
+__all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats", "SwapCosts"]
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Attributes:
-    max_num_seqs: sequences that own blocks at a time.
-    max_total_tokens: prompt and output of one sequence: min(context, pool).
-    watermark_tokens: room kept for each running sequence when a new one is admitted.
-    eos_token_ids: the model's end tokens.
-    swap: how a preempted sequence's blocks are given up.
-    """
-
-    max_num_seqs: int
-    max_total_tokens: int
-    watermark_tokens: int
-    eos_token_ids: frozenset[int]
-    swap: SwapCosts = SwapCosts()
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Running totals since the start."""
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generation_tokens: int = 0
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    recompute_hit_tokens: int = 0
-    preemptions: int = 0  # by recomputation
-    swaps: int = 0  # preemptions by swapping
-
-
-class Scheduler:
-    def __init__(self, config: SchedulerConfig, manager: BlockManager, budget: StepBudget) -> None:
-        self.config = config
-        self.manager = manager
-        self.budget = budget
-        self.stats = SchedulerStats()
-        self.queues = Queues(config.eos_token_ids, private=not manager.prefix_caching)
-        self._suspects: set[int] = set()
-        self._step = 0
-        self._turns = 0
-
+class Scheduler(Planner):
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -110,18 +38,6 @@ class Scheduler:
         if beams is not None and seq.group is None and seq.request.finished:
             for beam in beams.beams:
                 self.finish(beam, reason)
-
-    @property
-    def running(self) -> list[Sequence]:
-        return self.queues.running
-
-    @property
-    def preempted(self) -> list[Sequence]:
-        return self.queues.preempted
-
-    @property
-    def waiting(self) -> dict[int, Sequence]:
-        return self.queues.waiting
 
     @property
     def num_swapped(self) -> int:
@@ -151,224 +67,6 @@ class Scheduler:
         self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
         out, into = self.manager.take_moves()
         return SchedulerOutput(self._step, tuple(rows), self.manager.take_copies(), out, into)
-
-    def _plan(self) -> list[ScheduledRow]:
-        rows: list[ScheduledRow] = []
-        claimed: set[bytes] = set()
-        left = self.budget.limit
-        shares = self._share(left)
-        for seq_id in shares:  # in the order of their claims, so that turns stay a queue
-            self._take_turn(self.queues.all[seq_id])
-        calm = True
-        for seq in list(self.running):
-            if seq.state is not State.RUNNING or seq.seq_id not in shares:
-                continue
-            row, quiet = self._place(seq, min(shares[seq.seq_id], left), claimed)
-            calm = calm and quiet
-            if row is not None:
-                rows.append(row)
-                left -= len(row.token_ids)
-        if calm and left > 0:
-            admitted = self._admit(left, claimed)
-            rows += admitted
-            left -= sum(len(r.token_ids) for r in admitted)
-        return self._top_up(rows, left) if calm else rows
-
-    def _take_turn(self, seq: Sequence) -> None:
-        self._turns += 1
-        seq.turn = self._turns
-
-    def _share(self, budget: int) -> dict[int, int]:
-        """Tokens for each running sequence. Pure."""
-        running = [s for s in self.running if s.pending is None]
-        decoding = [s for s in running if s.decoding]
-        if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
-            others = (self.waiting or self.preempted) and len(self.running) < self.config.max_num_seqs
-            kept = max(1, budget // 8) if others and budget > 1 else 0  # and who waits still gets in
-            turn = sorted(running, key=lambda s: s.turn)[: budget - kept]
-            return {s.seq_id: 1 for s in turn}
-        shares = {s.seq_id: 1 for s in decoding}
-        left = budget - len(decoding)
-        prefilling = [s for s in running if not s.decoding]
-        behind = len(prefilling) + len(self.preempted) + len(self.waiting)
-        for seq in prefilling:
-            behind -= 1
-            shares[seq.seq_id] = self._chunk(seq, left, alone=behind == 0)
-            left -= shares[seq.seq_id]
-        return shares
-
-    def _chunk(self, seq: Sequence, left: int, *, alone: bool) -> int:
-        """At most half of what is left while others are behind, but no less than a block."""
-        return min(seq.num_missing, left, left if alone else max(self.manager.block_size, left // 2))
-
-    def _top_up(self, rows: list[ScheduledRow], left: int) -> list[ScheduledRow]:
-        """What nobody behind could use goes back to those that still prefill, oldest first."""
-        for i, row in enumerate(rows):
-            seq = self.queues.all[row.seq_id]
-            end = row.start + len(row.token_ids)
-            more = min(left, len(seq.tokens) - end)
-            if more <= 0 or not self.manager.allocate(seq.table, end + more, computed=end):
-                continue
-            write_from = row.write_from if row.write_from < end else end
-            rows[i] = replace(self._row(seq, end + more - row.start, set()), write_from=write_from)
-            left -= more
-        return rows
-
-    def _place(self, seq: Sequence, share: int, claimed: set[bytes]) -> tuple[ScheduledRow | None, bool]:
-        """Find blocks for up to ``share`` tokens; preempt newer sequences when the pool is dry.
-
-        Returns the row (None: it computes nothing in this step) and whether it went without preemption.
-        """
-        if share <= 0:
-            return None, True
-        if not self._catch_up(seq, claimed):
-            return None, True
-        n = min(share, seq.num_missing)
-        calm = True
-        while not self.manager.allocate(seq.table, seq.num_computed + n, computed=seq.num_computed):
-            calm = False
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is seq:
-                return None, False
-        return self._row(seq, n, claimed), calm
-
-    def _catch_up(self, seq: Sequence, claimed: set[bytes]) -> bool:
-        """Take blocks that others filled meanwhile; False when the next one is just being filled by another."""
-        if seq.num_missing <= 1 or seq.num_computed % self.manager.block_size:
-            return True
-        match = self.manager.match(seq.table, seq.tokens)
-        if match.blocks and self.manager.allocate(seq.table, 0, match):
-            seq.num_computed = min(match.num_tokens, len(seq.tokens) - 1)
-        return not self._is_claimed(seq, claimed)
-
-    def _is_claimed(self, seq: Sequence, claimed: set[bytes]) -> bool:
-        if not self.manager.prefix_caching or not claimed or seq.num_computed % self.manager.block_size:
-            return False
-        digest = self.manager.next_digest(seq.table, seq.tokens, seq.num_computed)
-        return digest is not None and digest in claimed
-
-    def _admit(self, budget: int, claimed: set[bytes]) -> list[ScheduledRow]:
-        rows: list[ScheduledRow] = []
-        passed_over = 0
-        watermark = self.manager.blocks_for(self.config.watermark_tokens)
-        # Room that running sequences still need for their prompts stands apart: blocks are taken chunk by chunk.
-        reserved = sum(
-            max(0, self.manager.blocks_for(len(s.tokens)) - len(s.table.blocks)) for s in self.running if not s.decoding
-        )
-        for seq in self._candidates():
-            if budget <= 0 or len(self.running) >= self.config.max_num_seqs or passed_over > MAX_PASSED_OVER:
-                break
-            if seq.pending is not None:
-                continue
-            match = self.manager.match(seq.table, seq.tokens)
-            need = self.manager.missing(seq.table, len(seq.tokens), match)
-            room = reserved + watermark * len(self.running) if self.running else 0
-            if need + room > self.manager.pool.num_available:
-                break
-            # A fully cached sequence recomputes its last token (with slot -1) to have something to sample from.
-            seq.num_computed = min(match.num_tokens, len(seq.tokens) - 1)
-            if self._is_claimed(seq, claimed):
-                seq.num_computed = 0
-                passed_over += 1
-                continue
-            n = self._chunk(seq, budget, alone=len(self.waiting) + len(self.preempted) == 1)
-            placed = self.manager.allocate(seq.table, seq.num_computed + n, match)
-            assert placed, "admission asked for less than allocation"
-            self.manager.came_back(seq.table)
-            self._book_hits(seq)
-            self._take_turn(seq)
-            self.queues.move(seq, State.RUNNING)
-            reserved += max(0, self.manager.blocks_for(len(seq.tokens)) - len(seq.table.blocks))
-            rows.append(self._row(seq, n, claimed))
-            budget -= n
-        return rows
-
-    def _candidates(self) -> Iterable[Sequence]:
-        """Who may be admitted, in this order. The bench's static baseline narrows it to the members of its batch."""
-        return self.queues.candidates(self.config.max_num_seqs - len(self.running) + MAX_PASSED_OVER + 1)
-
-    def _book_hits(self, seq: Sequence) -> None:
-        hits = seq.num_computed
-        if seq.state is State.PREEMPTED:
-            self.stats.recompute_hit_tokens += hits
-            return
-        seq.cached_tokens = seq.request.sequences[0].cached_tokens = hits
-        self.stats.query_tokens += seq.num_prompt
-        self.stats.hit_tokens += hits
-        self.stats.cached_prompt_tokens += hits
-        self.stats.prompt_tokens += seq.num_prompt
-
-    def _row(self, seq: Sequence, n: int, claimed: set[bytes]) -> ScheduledRow:
-        """The sequence's row; what the step will have filled is findable from now on."""
-        start, end = seq.num_computed, seq.num_computed + n
-        settled = len(seq.table.content_ids) * self.manager.block_size
-        self.manager.store_full(seq.table, seq.tokens, end)
-        if end < len(seq.tokens):
-            digest = self.manager.next_digest(seq.table, seq.tokens, end)
-            if digest is not None:
-                claimed.add(digest)
-        return ScheduledRow(
-            seq_id=seq.seq_id,
-            token_ids=tuple(seq.tokens[start:end]),
-            start=start,
-            block_table=seq.table.ids[: self.manager.blocks_for(end)],
-            write_from=max(start, min(settled, end)),
-            sampling=self._sampling(seq) if end == len(seq.tokens) else None,
-            forks=self._forks(seq) if end == len(seq.tokens) else (),
-        )
-
-    def _forks(self, seq: Sequence) -> tuple[tuple[int, SamplingRow], ...]:
-        if seq.group is not None:
-            return ()
-        return tuple((s.seq_id, self._sampling(s)) for s in self.queues.forking.get(seq.seq_id, ()))
-
-    def _sampling(self, seq: Sequence) -> SamplingRow:
-        p = seq.request.params
-        forbidden: tuple[int, ...] = ()
-        if seq.num_output < p.min_tokens:
-            ends = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | self.config.eos_token_ids
-            forbidden = tuple(sorted(ends))
-        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-        return SamplingRow(
-            params=p,
-            choice=seq.choice,
-            position=len(seq.tokens),
-            forbidden_ids=forbidden,
-            prompt_ids=tuple(seq.tokens[: seq.num_prompt]) if penalised else (),
-            output_ids=tuple(seq.tokens[seq.num_prompt :]) if penalised else (),
-            candidates=seq.group.search.num_candidates if seq.group is not None else 0,
-        )
-
-    def _schedule_alone(self, seq: Sequence) -> ScheduledRow:
-        """A suspect runs by itself, so that a failure tells who caused it. Everybody else pauses."""
-        if seq.state is not State.RUNNING:
-            while self.running:
-                self._preempt(self.running[-1], swap=False)
-            self.queues.move(seq, State.RUNNING)
-        n = min(self.budget.limit, seq.num_missing)
-        placed = self.manager.allocate(seq.table, seq.num_computed + n, computed=seq.num_computed)
-        assert placed, "one sequence alone always fits"
-        return self._row(seq, n, set())
-
-    def _preempt(self, seq: Sequence, *, swap: bool = True) -> None:
-        """It gives its blocks back. Swapped: the host tier keeps them. Else its full blocks stay findable until
-        somebody needs them, and what is gone is recomputed."""
-        if swap and self._swap_is_cheaper(seq) and self.manager.swap_out(seq.table, seq.num_computed):
-            self.stats.swaps += 1
-        else:
-            self.manager.free(seq.table)
-            self.stats.preemptions += 1
-        seq.num_computed = 0
-        seq.preemptions += 1
-        self.queues.move(seq, State.PREEMPTED)
-
-    def _swap_is_cheaper(self, seq: Sequence) -> bool:
-        """Out and in again, against computing all of it again."""
-        costs = self.config.swap
-        if costs.mode == "auto":
-            return 2 * len(seq.table.blocks) * costs.block_seconds < seq.num_computed * costs.token_seconds
-        return costs.mode == "swap"
 
     # -- results -----------------------------------------------------------------------------------------------
 
@@ -502,7 +200,8 @@ class Scheduler:
     # -- looking in --------------------------------------------------------------------------------------------
 
     def filled_slots(self) -> tuple[int, int]:
-        return self.manager.filled_slots((s.table, s.num_computed) for s in self.running)
+        """(filled, allocated) slots of the used blocks, what the step in flight fills included; shared ones once."""
+        return self.manager.filled_slots((s.table, max(s.num_computed, s.num_scheduled)) for s in self.running)
 
     def check_integrity(self) -> None:
         """Every invariant of scheduler and pool, between steps. Raises: AssertionError."""
