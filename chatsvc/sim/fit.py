@@ -15,11 +15,13 @@ from chatsvc.sim.scenarios import BLOCK_SIZE
 from chatsvc.sim.traces import Entry
 
 
-def fit(scenario: Scenario, trace: list[Entry], reservation: Reservation | None, seed: int) -> int:
+def fit(
+    scenario: Scenario, trace: list[Entry], reservation: Reservation | None, seed: int, block_size: int = BLOCK_SIZE
+) -> int:
     """Sequences that fit. ``reservation`` None: paged."""
     rng = Random(f"{seed}/fit")
-    blocks = scenario.num_blocks(BLOCK_SIZE)
-    manager = BlockManager(blocks, BLOCK_SIZE) if reservation is None else ReservingManager(blocks, BLOCK_SIZE)
+    blocks = scenario.num_blocks(block_size)
+    manager = BlockManager(blocks, block_size) if reservation is None else ReservingManager(blocks, block_size)
     limit = scenario.model.context
     weights = [e.output_len for e in trace]
     tables: list[BlockTable] = []

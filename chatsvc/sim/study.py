@@ -166,11 +166,12 @@ class Study:
         """Arrivals faster than anything can serve them, so that the queue is never empty.
 
         A continuous batch is found in its steady state, a static one begins empty, as each of its batches does. What is
-        measured: about 0.6 lives of each of the ``many`` that run together, and no less than some ten thousand tokens.
+        measured: about half a life of each of the ``many`` that run together, or at least some 20,000 tokens.
         """
         trace = single_turns(name, 4000, RATE_CROWD, self.seed)
-        many = min(fit(scenario, trace, mode.reservation, self.seed), scenarios.MAX_NUM_SEQS)
-        measured = self.tokens(share * min(max(20_000, 2_000 * many), max(60_000, round(0.6 * many * MEANS[name][1]))))
+        fits = fit(scenario, trace, mode.reservation, self.seed, block_size or scenarios.BLOCK_SIZE)
+        many = min(fits, scenarios.MAX_NUM_SEQS)
+        measured = self.tokens(share * min(max(20_000, 2_000 * many), max(60_000, round(0.5 * many * MEANS[name][1]))))
         # Until the steady state's contexts are computed, and then some.
         warm_up = measured // 4 + round(many * many * sum(MEANS[name]) / (2 * scenarios.TOKENS_PER_STEP))
         if mode.batching == "continuous":
@@ -221,8 +222,8 @@ class Study:
         )
         section = Section("block_sizes", f"Block sizes, {scenario.model.name}, continuous, paged", columns)
         for size in BLOCK_SIZES:
-            chat = self.crowded_run(scenario, modes.PAGED, "sharegpt", size, 0.4)
-            short = self.crowded_run(scenario, modes.PAGED, "alpaca", size, 0.4)
+            chat = self.crowded_run(scenario, modes.PAGED, "sharegpt", size, 0.6)
+            short = self.crowded_run(scenario, modes.PAGED, "alpaca", size, 0.1)
             section.rows.append(
                 {
                     "block_size": size,
@@ -328,7 +329,7 @@ class Study:
         section = Section(
             f"eviction/{scenario.name}", f"Orders of eviction, {scenario.model.name}, multi-turn", columns
         )
-        trace = multi_turn(self.tokens(60), 1.0, self.seed)
+        trace = multi_turn(self.tokens(45), 1.0, self.seed)
         for share in (0.2, 0.4):
             blocks = int(scenario.num_blocks(scenarios.BLOCK_SIZE) * share)
             for order in ORDERS:
