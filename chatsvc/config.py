@@ -71,7 +71,12 @@ class ServeConfig(BaseModel):
         None, "Scheduling", "tokens of a step [measured, see --max-step-ms]", ge=1
     )
     max_step_ms: float = _field(250.0, "Scheduling", "a step with running streams stays under it", gt=0)
-    policy: Literal["fcfs", "priority", "fair", "shortest"] = _field("fcfs", "Scheduling", "only fcfs in this version")
+    policy: Literal["fcfs", "priority", "fair", "shortest"] = _field(
+        "fcfs", "Scheduling", "who goes first; priority and shortest age, fair shares among tenants"
+    )
+    prefill_share: float = _field(
+        1.0, "Scheduling", "share of a step that prompts may take while answers stream: TTFT against TPOT", gt=0, le=1
+    )
     preemption: Literal["auto", "swap", "recompute"] = _field(
         "auto", "Scheduling", "how a sequence steps back when the pool is dry; auto: the cheaper"
     )
@@ -106,7 +111,6 @@ class ServeConfig(BaseModel):
             "--quantization int8": self.quantization == "int8",
             "--disk-cache-dir": self.disk_cache_dir is not None,
             f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
-            f"--policy {self.policy}": self.policy != "fcfs",
             "--engine process": self.engine == "process",
             f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
             "--tensor-parallel-size": self.tensor_parallel_size != 1,

@@ -96,7 +96,9 @@ class AsyncEngine:
         )
         watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
         swap = SwapCosts(c.preemption if host else "recompute", capacity.block_seconds, capacity.token_seconds)
-        scheduler_config = SchedulerConfig(c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids, swap)
+        scheduler_config = SchedulerConfig(
+            c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids, swap, c.policy, c.prefill_share
+        )
         self._scheduler = self._make_scheduler(scheduler_config, manager, budget)
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._tick())]
 

@@ -75,6 +75,8 @@ def build(config: ServeConfig) -> Built:
         max_queue=config.max_queue,
         queue_timeout=config.queue_timeout,
         preemption=config.preemption,
+        policy=config.policy,
+        prefill_share=config.prefill_share,
     )
     return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, template, files)
 

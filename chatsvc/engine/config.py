@@ -32,3 +32,5 @@ class EngineConfig:
     stuck_after: float = 10.0
     give_up_after: float = 60.0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
+    policy: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
+    prefill_share: float = 1.0

@@ -22,6 +22,7 @@ from dataclasses import replace
 from chatsvc.cache.manager import BlockManager
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.plan import SamplingRow, ScheduledRow
+from chatsvc.scheduler.policy import make_policy
 from chatsvc.scheduler.queues import Queues
 from chatsvc.scheduler.request import Sequence, State
 from chatsvc.scheduler.settings import SchedulerConfig, SchedulerStats
@@ -36,7 +37,8 @@ class Planner:
         self.manager = manager
         self.budget = budget
         self.stats = SchedulerStats()
-        self.queues = Queues(config.eos_token_ids, private=not manager.prefix_caching)
+        self.policy = make_policy(config.policy)
+        self.queues = Queues(self.policy, config.eos_token_ids, private=not manager.prefix_caching)
         self._suspects: set[int] = set()
         self._step = 0
         self._turns = 0
@@ -56,6 +58,8 @@ class Planner:
     def _plan(self) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
         claimed: set[bytes] = set()
+        if self.policy.preemptive:
+            self._make_way()
         left = self.budget.limit
         shares = self._share(left)
         for seq_id in shares:  # in the order of their claims, so that turns stay a queue
@@ -69,6 +73,7 @@ class Planner:
             if row is not None:
                 rows.append(row)
                 left -= len(row.token_ids)
+        left = min(left, self._prompt_tokens() - sum(len(r.token_ids) for r in rows if r.sampling is None))
         if calm and left > 0:
             admitted = self._admit(left, claimed)
             rows += admitted
@@ -89,7 +94,7 @@ class Planner:
             turn = sorted(running, key=lambda s: s.turn)[: budget - kept]
             return {s.seq_id: 1 for s in turn}
         shares = {s.seq_id: 1 for s in decoding}
-        left = budget - len(decoding)
+        left = min(budget - len(decoding), self._prompt_tokens())
         prefilling = [s for s in running if not s.decoding]
         behind = len(prefilling) + len(self.preempted) + len(self.waiting)
         for seq in prefilling:
@@ -97,6 +102,23 @@ class Planner:
             shares[seq.seq_id] = self._chunk(seq, left, alone=behind == 0)
             left -= shares[seq.seq_id]
         return shares
+
+    def _prompt_tokens(self) -> int:
+        """Tokens of a step that prompts may take."""
+        if not any(s.decoding for s in self.running):
+            return self.budget.limit
+        return max(1, int(self.budget.limit * self.config.prefill_share))
+
+    def _make_way(self) -> None:
+        """Running sequences of higher rank step back for the first candidate, if it lacks a slot or blocks."""
+        first = next(iter(self._candidates()), None)
+        while first is not None and first.pending is None and self.running and self.running[-1].order > first.order:
+            match = self.manager.match(first.table, first.tokens)
+            need = self.manager.missing(first.table, len(first.tokens), match)
+            room = self.manager.blocks_for(self.config.watermark_tokens) * len(self.running)
+            if len(self.running) < self.config.max_num_seqs and need + room <= self.manager.pool.num_available:
+                return
+            self._preempt(self.running[-1])
 
     def _chunk(self, seq: Sequence, left: int, *, alone: bool) -> int:
         """At most half of what is left while others are behind, but no less than a block."""
@@ -179,6 +201,7 @@ class Planner:
             self.manager.came_back(seq.table)
             self._book_hits(seq)
             self._take_turn(seq)
+            self.policy.served(seq.request.rank)
             self.queues.move(seq, State.RUNNING)
             reserved += max(0, self.manager.blocks_for(len(seq.tokens)) - len(seq.table.blocks))
             rows.append(self._row(seq, n, claimed))

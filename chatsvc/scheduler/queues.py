@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from heapq import merge, nsmallest
 from itertools import islice
 
 from chatsvc.cache.manager import BlockTable
 from chatsvc.scheduler.beam import BeamSearch
+from chatsvc.scheduler.policy import Policy
 from chatsvc.scheduler.request import BeamGroup, Request, Sequence, State
 
 
@@ -18,6 +20,7 @@ def _key(seq: Sequence) -> tuple[float, int]:
 
 class Queues:
     """Args:
+        policy: ranks requests.
         eos_token_ids: the model's end tokens.
         private: no request may find another one's blocks.
 
@@ -28,7 +31,8 @@ class Queues:
     forking: further choices of a request, by the seq_id of the first one, which is still reading the prompt.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int], *, private: bool = False) -> None:
+    def __init__(self, policy: Policy, eos_token_ids: frozenset[int], *, private: bool = False) -> None:
+        self._policy = policy
         self._eos = eos_token_ids
         self._private = private
         self.running: list[Sequence] = []
@@ -39,6 +43,7 @@ class Queues:
         self._next_id = 0
 
     def add(self, request: Request) -> None:
+        request.rank = self._policy.rank(request)
         request.make_sequences(self._next_id, private=self._private)
         self._next_id += len(request.sequences)
         first, *others = request.sequences
@@ -100,9 +105,13 @@ class Queues:
             assert place[i] is seq
             del place[i]
 
-    def candidates(self, most: int) -> Iterator[Sequence]:
-        """Who may be admitted next: all preempted ones, then at most ``most`` waiting ones. A snapshot."""
-        return iter([*self.preempted, *islice(self.waiting.values(), most)])
+    def candidates(self, most: int) -> list[Sequence]:
+        """Who may be admitted next, best rank first: all preempted ones and the ``most`` best waiting ones."""
+        if self._policy.in_order:
+            waiting = list(islice(self.waiting.values(), most))
+        else:
+            waiting = nsmallest(most, self.waiting.values(), key=_key)
+        return list(merge(self.preempted, waiting, key=_key))
 
     def check_integrity(self) -> None:
         """Raises: AssertionError."""

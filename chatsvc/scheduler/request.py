@@ -69,7 +69,8 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int]:
-        return (self.request.arrival, self.seq_id)
+        """By the policy's rank; lower goes first."""
+        return (self.request.rank, self.seq_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +100,7 @@ class Request:
     priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     beams: BeamGroup | None = None
+    rank: float = 0.0
 
     def make_sequences(self, first_id: int, *, private: bool = False) -> None:
         """``private``: no other request finds this one's blocks."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
+
 
 @dataclass(frozen=True, slots=True)
 class SwapCosts:
@@ -27,6 +29,9 @@ class SchedulerConfig:
     watermark_tokens: room kept for each running sequence when a new one is admitted.
     eos_token_ids: the model's end tokens.
     swap: how a preempted sequence's blocks are given up.
+    policy: who goes first, see :mod:`chatsvc.scheduler.policy`.
+    prefill_share: share of a step's tokens that prompts may take while answers are being generated: less of it
+        makes for steadier streams (TPOT), more of it for a faster first token (TTFT).
     """
 
     max_num_seqs: int
@@ -34,6 +39,8 @@ class SchedulerConfig:
     watermark_tokens: int
     eos_token_ids: frozenset[int]
     swap: SwapCosts = SwapCosts()
+    policy: PolicyName = "fcfs"
+    prefill_share: float = 1.0
 
 
 @dataclass(slots=True)

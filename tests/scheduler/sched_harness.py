@@ -14,6 +14,7 @@ from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SampledToken, SamplingRow, SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, SequenceUpdate
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
+from chatsvc.scheduler.settings import PolicyName
 
 VOCAB = 997
 EOS = 3
@@ -31,13 +32,15 @@ class Bench:
         secret: bytes = b"s",
         num_host_blocks: int = 0,
         swap: SwapCosts | None = None,
+        policy: PolicyName = "fcfs",
+        prefill_share: float = 1.0,
     ) -> None:
         self.manager = BlockManager(
             num_blocks, block_size, prefix_caching=prefix_caching, secret=secret, num_host_blocks=num_host_blocks
         )
         self.limit = num_blocks * block_size
         swap = swap or SwapCosts("swap" if num_host_blocks else "recompute")
-        config = SchedulerConfig(max_num_seqs, self.limit, block_size, frozenset({EOS}), swap)
+        config = SchedulerConfig(max_num_seqs, self.limit, block_size, frozenset({EOS}), swap, policy, prefill_share)
         self.scheduler = Scheduler(config, self.manager, StepBudget(budget, adaptive=False))
         sim = SimulatedConfig(num_blocks, block_size, VOCAB, self.limit, num_host_blocks=num_host_blocks)
         self.executor = SimulatedExecutor(sim)
@@ -46,12 +49,23 @@ class Bench:
         self.finished: list[SequenceUpdate] = []
         self._n = 0
 
-    def add(self, prompt: list[int], *, max_tokens: int = 8, n: int = 1, salt: str = "", **kw: object) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 8,
+        n: int = 1,
+        salt: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        arrival: float | None = None,
+        **kw: object,
+    ) -> Request:
         self._n += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n)
         if kw:
             params = replace(params, **kw)  # type: ignore[arg-type]
-        request = Request(f"r{self._n}", prompt, params, arrival=float(self._n), cache_salt=salt)
+        request = Request(f"r{self._n}", prompt, params, arrival or float(self._n), tenant, salt, priority)
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.scheduler.check_integrity()
@@ -150,6 +164,8 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
         max_num_seqs=rng.choice([1, 3, 8, 32]),
         prefix_caching=rng.random() < 0.85,
         num_host_blocks=rng.choice([0, 1, 5, 20, 80, 200]),
+        policy=rng.choice(["fcfs", "fcfs", "priority", "shortest", "fair"]),
+        prefill_share=rng.choice([1.0, 1.0, 0.5, 0.1]),
         swap=SwapCosts(rng.choice(["auto", "swap", "recompute"]), block_seconds=1.0, token_seconds=0.3),
     )
     if digest_bits is not None:
@@ -174,6 +190,8 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
                     n=n,
                     beam=beam if rng.random() < 0.2 else None,
                     salt=rng.choice(["", "", "a"]),
+                    tenant=rng.choice(["", "b"]),
+                    priority=rng.choice([0, 0, -3, 5]),
                     temperature=rng.choice([0.0, 1.0]),
                     seed=rng.randrange(5),
                     min_tokens=rng.choice([0, 0, 2]),
