@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from chatsvc.errors import ConfigError
-from chatsvc.models.attention.base import AttentionBackend, FusedModel
+from chatsvc.models.attention.base import AttentionBackend, FusedModel, KVCache
 from chatsvc.models.base import CausalLM, ModelShape
 from chatsvc.runtime import kv
 from chatsvc.runtime.executor import KVCapacity
-from chatsvc.runtime.runner import ModelRunner, move
+from chatsvc.runtime.runner import ModelRunner, move, read_blocks, write_blocks
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SamplingRow, ScheduledRow, SchedulerOutput, StepResult
 
@@ -135,6 +135,8 @@ class LocalExecutor:
             num_host_blocks=host_blocks,
             token_seconds=per_token,
             block_seconds=self._measure_move(runner) if host is not None else 0.0,
+            block_bytes=kv.block_bytes(model.shape, self.config.block_size, model.dtype),
+            layout=f"{model.dtype} {list(cache.data.shape[1:])} {backend.name} {model.device.type}",
         )
 
     def _measure_move(self, runner: ModelRunner) -> float:
@@ -158,12 +160,25 @@ class LocalExecutor:
 
         few, many = 1, min(96, max_model_len - 1)
         seconds(few)  # the first one pays for lazy initialisation
-        short = seconds(few)
-        return short, max((seconds(many) - short) / max(1, many - few), 1e-6)
+        # The better of two: a start is often a busy moment.
+        short = min(seconds(few), seconds(few))
+        return short, max((min(seconds(many), seconds(many)) - short) / max(1, many - few), 1e-6)
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         assert self.runner is not None, "start() first"
         return self._thread.submit(self.runner.run, plan)
+
+    def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
+        return self._thread.submit(read_blocks, self._tier(host), ids)
+
+    def write_blocks(self, ids: Sequence[int], data: bytes, *, host: bool = False) -> Future[None]:
+        return self._thread.submit(write_blocks, self._tier(host), ids, data)
+
+    def _tier(self, host: bool) -> KVCache:
+        assert self.runner is not None, "start() first"
+        tier = self.runner.host if host else self.runner.cache
+        assert tier is not None, "there is no host tier"
+        return tier
 
     def stop(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

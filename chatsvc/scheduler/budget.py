@@ -26,7 +26,6 @@ class StepBudget:
         if not self._adaptive or tokens < 0.7 * self._limit or seconds <= 0:
             return
         if seconds > self._max_seconds:
-            fit = tokens * self._max_seconds / seconds
-            self._limit = max(self._floor, 0.5 * self._limit + 0.5 * fit)
+            self._limit = max(self._floor, min(self._limit, 0.9 * tokens * self._max_seconds / seconds))
         elif seconds < 0.8 * self._max_seconds:
             self._limit = min(self._ceiling, self._limit * 1.05 + 1)

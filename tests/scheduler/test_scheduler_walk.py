@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from sched_harness import walk
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sched_harness import VOCAB, Bench, walk
 
-SEEDS = range(int(os.environ.get("CHATSVC_WALKS", "60")))
+from chatsvc.scheduler.beam import BeamParams
+from chatsvc.scheduler.plan import StepResult
+from chatsvc.scheduler.request import Request
+from chatsvc.scheduler.scheduler import SwapCosts
+
+# 700 walks of 300 operations; for hours of it: CHATSVC_WALKS=50000 CHATSVC_EXAMPLES=50000 pytest tests/scheduler
+SEEDS = range(int(os.environ.get("CHATSVC_WALKS", "700")))
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -24,10 +32,96 @@ def test_seeded_walks(block: int) -> None:
     assert totals["copies"] > 30 and totals["swaps"] > 20 and totals["swapped_in"] > 50, totals
 
 
-@given(seed=st.integers(0, 2**32), operations=st.integers(1, 150))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_hypothesis_walks(seed: int, operations: int) -> None:
-    walk(seed, operations)
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same operations, chosen and shrunk by hypothesis."""
+
+    @initialize(
+        blocks=st.integers(5, 200),
+        size=st.sampled_from([1, 2, 4, 8]),
+        budget=st.sampled_from([1, 3, 7, 16, 64]),
+        slots=st.sampled_from([1, 3, 8, 32]),
+        caching=st.booleans(),
+        host=st.sampled_from([0, 1, 5, 40]),
+        mode=st.sampled_from(["auto", "swap", "recompute"]),
+        policy=st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
+    )
+    def begin(
+        self, blocks: int, size: int, budget: int, slots: int, caching: bool, host: int, mode: Any, policy: Any
+    ) -> None:
+        self.bench = Bench(
+            num_blocks=blocks,
+            block_size=size,
+            budget=budget,
+            max_num_seqs=slots,
+            prefix_caching=caching,
+            num_host_blocks=host,
+            swap=SwapCosts(mode, block_seconds=1.0, token_seconds=0.3),
+            policy=policy,
+        )
+        self.live: list[Request] = []
+
+    @rule(
+        head=st.integers(0, 2),
+        length=st.integers(1, 40),
+        tail=st.integers(0, 3),
+        tokens=st.integers(1, 10),
+        n=st.sampled_from([1, 1, 2, 4]),
+        beam=st.booleans(),
+        salt=st.sampled_from(["", "a"]),
+        priority=st.integers(-3, 3),
+    )
+    def add(self, head: int, length: int, tail: int, tokens: int, n: int, beam: bool, salt: str, priority: int) -> None:
+        prompt = [(head * 100 + i) % VOCAB for i in range(length)] + [tail] * tail
+        prompt = prompt[: self.bench.limit - 1]
+        room = self.bench.limit - len(prompt)
+        search = BeamParams(max(2, n)) if beam else None
+        request = self.bench.add(
+            prompt, max_tokens=min(tokens, room), n=n, salt=salt, tenant=salt, priority=priority, beam=search
+        )
+        self.live.append(request)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def abort(self, which: int) -> None:
+        self.bench.abort(self.live.pop(which % len(self.live)))
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.bench.step()
+
+    @precondition(lambda self: self.bench.scheduler.has_work)
+    @rule()
+    def a_step_fails(self) -> None:
+        self.bench.scheduler.step_failed(self.bench.scheduler.schedule(), "boom")
+
+    @precondition(lambda self: self.bench.scheduler.has_work)
+    @rule(which=st.integers(0, 100))
+    def a_row_fails(self, which: int) -> None:
+        plan = self.bench.scheduler.schedule()
+        bad = plan.rows[which % len(plan.rows)].seq_id
+        result = self.bench.executor.run(plan)
+        tokens = {k: v for k, v in result.tokens.items() if k != bad}
+        self.bench.apply(plan, StepResult(plan.step, tokens, {bad: "NaN"}))
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.run()
+            self.bench.idle_is_clean()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("CHATSVC_EXAMPLES", "420")),
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestStateMachine = SchedulerMachine.TestCase
 
 
 @pytest.mark.parametrize("bits", [0, 1, 4])
