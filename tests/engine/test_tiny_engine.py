@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from engine_harness import VOCAB
 from tiny_llama import Tiny, TinyEngine, greedy
 
 from chatsvc.scheduler.params import SamplingParams
@@ -98,3 +99,33 @@ async def test_SH_01_a_model_that_raises_for_one_request(tiny: Tiny) -> None:
             else:
                 tiny.check(generation)
         assert any(g.logs[0].finish_reason == "length" for g in generations)
+
+
+@pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 400), ("auto", 40)])
+async def test_a_burst_of_64_against_a_pool_for_six(
+    tiny: Tiny, mode: Literal["auto", "swap", "recompute"], host_blocks: int
+) -> None:
+    """All finish, all are exact, each token once, and the number of preemptions is bounded."""
+    rng = random.Random(64)
+    prompt, answer = 20, 12
+    blocks = 6 * (prompt + answer) // 4
+    async with TinyEngine(
+        tiny, num_blocks=blocks, block_size=4, budget=64, max_num_seqs=64, host_blocks=host_blocks, preemption=mode
+    ) as it:
+        generations = [it.generate([rng.randrange(VOCAB) for _ in range(prompt)], greedy(answer)) for _ in range(64)]
+        seen: list[list[int]] = [[] for _ in generations]
+
+        async def follow(i: int) -> None:
+            async for news in generations[i].read():
+                seen[i] += [t.token_id for d in news for t in d.tokens]
+
+        await asyncio.gather(*(follow(i) for i in range(64)))
+        for generation, tokens in zip(generations, seen, strict=True):
+            tiny.check(generation)
+            assert tokens == generation.logs[0].token_ids and len(tokens) == answer
+        stats = it.engine.scheduler.stats
+        # Without a watermark a sequence may be pushed out once for each block that an older one grows by.
+        assert 0 < stats.preemptions + stats.swaps <= 64 * (answer // 4 + 1)
+        assert stats.swaps > 0 or mode != "swap"
+        if mode == "swap":
+            assert stats.preemptions == 0

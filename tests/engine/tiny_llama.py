@@ -7,7 +7,7 @@ import random
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from engine_harness import VOCAB, ByteTokenizer
@@ -84,16 +84,22 @@ class TinyEngine:
         block_size: int = 8,
         budget: int = 64,
         max_num_seqs: int = 8,
+        host_blocks: int = 0,
+        preemption: Literal["auto", "swap", "recompute"] = "auto",
     ) -> None:
         def load() -> Any:
             return load_model(tiny.files, dtype=torch.float32), make_backend(backend, "cpu")
 
-        self.executor = LocalExecutor(LocalConfig(block_size, 0, num_blocks=num_blocks, measure=False), load)
+        layers, kv_heads, dim = 2, 2, 16
+        host = host_blocks * layers * 2 * block_size * kv_heads * dim * 4
+        local = LocalConfig(block_size, 0, num_blocks=num_blocks, measure=False, host_kv_memory=host)
+        self.executor = LocalExecutor(local, load)
         config = EngineConfig(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             watermark_tokens=0,
+            preemption=preemption,
             queue_timeout=3600,
             stuck_after=3600,
             give_up_after=3600,
