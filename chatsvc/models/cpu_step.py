@@ -30,7 +30,7 @@ class CpuModel:
         self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
         self._rotary = model.rotary
         self._library = library
-        self._pool_at = 0
+        self._stepped = False
         self._packed = Model(
             library,
             Shape(
@@ -67,11 +67,9 @@ class CpuModel:
         """See :class:`chatsvc.models.attention.base.FusedModel`. The pool is float32, contiguous, on the CPU."""
         data = cache.data
         assert data.dtype == torch.float32 and data.is_contiguous() and data.device.type == "cpu"
-        if data.data_ptr() != self._pool_at:
-            # The first step on this pool: whoever loaded the weights has dropped them by now.
+        if not self._stepped:  # whoever loaded the weights has dropped them by now
             self._library.ck_trim()
-            self._library.huge_pages(data)
-            self._pool_at = data.data_ptr()
+            self._stepped = True
         angles = self._rotary.table(max(positions, default=0) + 1)
         rows = sorted(set(wanted))  # forks of one sequence ask for the same row
         logits = self._packed.forward(sequences_of(layout), ids, positions, rows, angles, data)

@@ -71,12 +71,10 @@ def work(shape: Shape, tokens: int, rows: int, keys: int, read: int) -> tuple[fl
 class Steps:
     """Calls of one model on one pool."""
 
-    def __init__(self, library: Library, model: Model, tokens: int) -> None:
+    def __init__(self, model: Model, tokens: int) -> None:
         shape = model.shape
         self.model = model
-        self.pool = torch.empty(tokens // BLOCK + 2, shape.layers, 2, BLOCK, shape.kv_heads, shape.dim)
-        library.huge_pages(self.pool)
-        self.pool.zero_()
+        self.pool = torch.zeros(tokens // BLOCK + 2, shape.layers, 2, BLOCK, shape.kv_heads, shape.dim)
         angles = torch.arange(8192)[:, None] * 10000.0 ** -(torch.arange(0, shape.dim, 2) / shape.dim)
         self.angles = torch.cat((angles.cos(), angles.sin()), dim=1)
 
@@ -107,7 +105,7 @@ def main() -> None:
         f"{library.simd}, {options.threads} threads: reads {bandwidth / 1e9:.1f} GB/s, float32 {rate / 1e9:.0f} GFLOP/s"
     )
     print(f"load average {os.getloadavg()[0]:.1f}")
-    steps = Steps(library, random_model(library, SHAPE, options.threads), 64 * 512)
+    steps = Steps(random_model(library, SHAPE, options.threads), 64 * 512)
     print(f"{'step':<34} {'ms':>8} {'limit ms':>9} {'share':>6} {'tokens/s':>9}")
     for name, queries, sequences, length in (
         ("decode, batch 1, context 256", 1, 1, 256),

@@ -18,7 +18,6 @@ import torch
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_simd": (ctypes.c_char_p, []),
-    "ck_huge_pages": (None, [_P, _L]),
     "ck_trim": (None, []),
     "ck_model_new": (_P, [_P, _F, _I]),
     "ck_model_free": (None, [_P]),
@@ -50,10 +49,6 @@ class Library:
     def simd(self) -> str:
         """The instruction set that was compiled for: avx512, avx2 or generic."""
         return str(self.ck_simd().decode())
-
-    def huge_pages(self, pool: torch.Tensor) -> None:
-        """Ask the system for huge pages under a fresh tensor: reads of scattered blocks then miss the TLB far less."""
-        self.ck_huge_pages(pool.data_ptr(), pool.numel() * pool.itemsize)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, repeat: int = 1

@@ -3,9 +3,6 @@
 #include <cstdint>
 #include <exception>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -39,17 +36,6 @@ const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
 API const char* ck_simd() { return SIMD_NAME; }
 API int ck_version() { return 1; }
 
-// Asks for huge pages under [data, data + bytes), of which nothing has been touched yet: a wish, never an error.
-API void ck_huge_pages(void* data, long bytes) {
-#ifdef MADV_HUGEPAGE
-    const std::uintptr_t page = 2 << 20, at = reinterpret_cast<std::uintptr_t>(data);
-    const std::uintptr_t first = (at + page - 1) / page * page, end = (at + bytes) / page * page;
-    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-#else
-    (void)data, (void)bytes;
-#endif
-}
-
 // Gives freed memory back to the system: what a loader used for weights that have been packed since.
 API void ck_trim() {
 #ifdef __GLIBC__
@@ -76,7 +62,7 @@ API int ck_model_linear(void* handle, long layer, int which, long n, long k, con
     }
     m->n = n, m->k = k, m->pairs = which == 2;
     try {
-        m->pack(weight, bias, model.pool);
+        m->pack(weight, bias, model.pool, model.arena);
     } catch (const std::exception&) {
         return 1;
     }
@@ -155,8 +141,8 @@ API void ck_linear(int threads, const float* x, long rows, const float* weight, 
     Pool pool(threads);
     Matrix m;
     m.n = n, m.k = k;
-    m.pack(weight, bias, pool);
+    Arena arena;
+    m.pack(weight, bias, pool, arena);
     for (int i = 0; i < repeat; ++i)
         pool.run(1, [&](Worker& w) { linear(w, m, x, k, rows, y, n, Then::store, nullptr); });
-    m.release();
 }

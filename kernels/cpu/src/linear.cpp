@@ -1,27 +1,11 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 namespace {
 
-constexpr long HUGE_PAGE = 2 << 20;
 // Bytes of x that a thread goes through for each panel: they should stay in its L2 cache, beside two panels.
 constexpr long X_BYTES = 768 << 10;
-
-float* allocate(long floats) {
-    long bytes = round_up(floats * 4, floats * 4 > HUGE_PAGE / 2 ? HUGE_PAGE : 64);
-    void* p = std::aligned_alloc(bytes % HUGE_PAGE ? 64 : HUGE_PAGE, bytes);
-    if (!p) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    if (bytes % HUGE_PAGE == 0) madvise(p, bytes, MADV_HUGEPAGE);  // 512 times fewer page walks; only a wish
-#endif
-    return static_cast<float*>(p);
-}
 
 vf silu(vf x) { return x / (v_set(1.0f) + v_exp(v_zero() - x)); }
 
@@ -99,8 +83,8 @@ void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, flo
     });
 }
 
-void Matrix::pack(const float* weight, const float* given_bias, Pool& pool) {
-    panels = allocate(count() * k * NR);
+void Matrix::pack(const float* weight, const float* given_bias, Pool& pool, Arena& arena) {
+    panels = arena.take(count() * k * NR);
     const long width = pairs ? VL : NR;
     // The weight row of lane `lane` of panel `p`, or -1.
     auto source = [&](long p, long lane) {
@@ -128,18 +112,12 @@ void Matrix::pack(const float* weight, const float* given_bias, Pool& pool) {
         });
     });
     if (!given_bias) return;
-    bias = allocate(count() * NR);
+    bias = arena.take(count() * NR);
     for (long p = 0; p < count(); ++p)
         for (long lane = 0; lane < NR; ++lane) {
             long row = source(p, lane);
             bias[p * NR + lane] = row >= 0 ? given_bias[row] : 0.0f;
         }
-}
-
-void Matrix::release() {
-    std::free(panels);
-    std::free(bias);
-    panels = bias = nullptr;
 }
 
 void Matrix::row(long row, float* out) const {

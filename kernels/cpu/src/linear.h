@@ -1,6 +1,7 @@
 // y = x W^T in float32. Every output is one chain of fused multiply-adds over k, ascending, from zero: the same in every
 // tile, so a row's bits depend on nothing but that row and W.
 #pragma once
+#include "arena.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -14,8 +15,8 @@ struct Matrix {
 
     long count() const { return (n + (pairs ? VL : NR) - 1) / (pairs ? VL : NR); }
     const float* panel(long i) const { return panels + i * k * NR; }
-    void pack(const float* weight, const float* bias, Pool& pool);
-    void release();
+    // `arena` owns the packed weights.
+    void pack(const float* weight, const float* bias, Pool& pool, Arena& arena);
     // weight[row, 0..k) back from the panels
     void row(long row, float* out) const;
 };

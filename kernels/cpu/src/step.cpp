@@ -8,13 +8,6 @@ namespace {
 constexpr int PHASES = 10;  // of one layer, at most
 }
 
-Model::~Model() {
-    for (auto& layer : layers)
-        for (Matrix* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) m->release();
-    embed.release();
-    head.release();
-}
-
 void Model::reserve(long tokens) {
     auto grow = [tokens](std::vector<float>& v, long width) {
         if ((long)v.size() < tokens * width) v.resize(tokens * width);

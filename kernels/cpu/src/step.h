@@ -29,11 +29,11 @@ struct Step {
 class Model {
   public:
     Model(const Shape& shape, int threads) : shape(shape), pool(threads), layers(shape.layers) {}
-    ~Model();
     void forward(const Step& step);
 
     const Shape shape;
     Pool pool;
+    Arena arena;
     std::vector<Layer> layers;
     std::vector<float> norm;
     Matrix embed;    // read row by row; empty when tied to head
