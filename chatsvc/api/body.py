@@ -6,16 +6,17 @@ import asyncio
 from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
-from chatsvc.api.errors import PayloadTooLarge, UnsupportedMediaType
-from chatsvc.api.services import Services
+from chatsvc.api.errors import Ending, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from chatsvc.api.services import ApiSettings, Services
 from chatsvc.errors import ContextLengthExceeded, InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)
 
 VALUES = 20_000
+BEGINNING = 32 * 1024  # bytes
 VALUES_PER_TOKEN = 8  # of a text that is all punctuation
 DRAIN_BYTES = 64 * 1024 * 1024
 DRAIN_SECONDS = 5.0
@@ -26,11 +27,11 @@ async def read_model(request: Request, services: Services, model: type[M]) -> M:
 
     Raises:
         InvalidRequest: bad JSON, or a field is wrong (``param`` names it).
-        PayloadTooLarge, UnsupportedMediaType: as they say.
+        PayloadTooLarge, UnsupportedMediaType, RequestTimeout, Ending: as they say.
         ClientDisconnect: the client left before it had sent everything.
     """
     check_content_type(request)
-    raw = await read_body(request, services.settings.max_body_bytes)
+    raw = await read_body(request, services)
     check_values(raw, services.engine.limit)
     return await services.offload(len(raw), parse, raw, model)
 
@@ -53,10 +54,11 @@ def check_values(raw: bytes, limit: int) -> None:
     Counts commas and opening brackets, also those inside strings (telling them apart takes longer than parsing). The
     bound is far above what any request needs whose prompt fits into ``limit`` tokens.
 
-    Raises: ContextLengthExceeded.
+    Raises: ContextLengthExceeded; InvalidRequest when the beginning shows that it is no JSON at all.
     """
     most = VALUES + VALUES_PER_TOKEN * limit
     if len(raw) > most and raw.count(b",") + raw.count(b"{") + raw.count(b"[") > most:
+        check_beginning(raw)
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens; a body with more than {most} commas and brackets"
             " holds more than that. Please shorten the prompt.",
@@ -64,12 +66,28 @@ def check_values(raw: bytes, limit: int) -> None:
         )
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes.
+def check_beginning(raw: bytes) -> None:
+    """Raises: InvalidRequest when the first part of a long body cannot be the beginning of valid JSON."""
+    start = raw[:BEGINNING]
+    while start and start[-1] >= 0x80:  # not in the middle of a character
+        start = start[:-1]
+    try:
+        from_json(start, allow_partial=True)
+    except ValueError as exc:
+        if not str(exc).startswith("EOF"):  # a long string at the top
+            raise InvalidRequest(f"The body is not valid JSON: {exc}") from None
+
+
+async def read_body(request: Request, services: Services) -> bytes:
+    """The whole body: its size, the silence between its parts and the time for all of it are bounded.
 
     A body that is too large is read on for a while and thrown away, so that the client sees the answer and can keep
     the connection; closing with unread bytes in the socket would make the kernel send a reset that eats the answer.
+
+    Raises: PayloadTooLarge, RequestTimeout, ClientDisconnect; Ending when the server stops meanwhile.
     """
+    settings = services.settings
+    limit = settings.max_body_bytes
     message = f"The body is larger than the limit of {limit} bytes"
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
@@ -79,8 +97,16 @@ async def read_body(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     more = True
+    loop = asyncio.get_running_loop()
+    end = loop.time() + settings.body_timeout
     while more:
-        event = await request.receive()
+        left = end - loop.time()
+        try:
+            event = await services.uploads.part(request.receive, min(settings.body_idle_timeout, left))
+        except TimeoutError:
+            if services.uploads.closing:
+                raise Ending from None
+            raise _late(settings, total=left < settings.body_idle_timeout) from None
         if event["type"] == "http.disconnect":
             raise ClientDisconnect
         part, more = event.get("body", b""), event.get("more_body", False)
@@ -89,6 +115,12 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise PayloadTooLarge(message, close=more and not await _drain(request))
         parts.append(part)
     return b"".join(parts)
+
+
+def _late(settings: ApiSettings, *, total: bool) -> RequestTimeout:
+    if total:
+        return RequestTimeout(f"The body did not arrive within {settings.body_timeout:g} seconds")
+    return RequestTimeout(f"Nothing of the body arrived for {settings.body_idle_timeout:g} seconds")
 
 
 async def _drain(request: Request) -> bool:

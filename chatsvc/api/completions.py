@@ -15,7 +15,7 @@ from chatsvc.api.frames import CompletionShape
 from chatsvc.api.logprobs import TokenNames
 from chatsvc.api.middleware import request_info
 from chatsvc.api.prompt import prompt_size, prompts
-from chatsvc.api.sampling import random_seed, refuse_hopeless, room_for, sampling_params
+from chatsvc.api.sampling import prompt_seed, refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import CompletionRequest
 from chatsvc.api.search import with_search
 from chatsvc.api.services import Services
@@ -39,7 +39,6 @@ async def create(services: Services, request: Request) -> Response:
     if len(encoded) * max(n, body.best_of or 1) > max(settings.max_prompts, settings.max_n):
         name = "best_of" if (body.best_of or 1) > n else "n"
         raise InvalidRequest(f"{name}: too many choices for {len(encoded)} prompts", param=name)
-    seed = random_seed() if body.seed is None else body.seed
     params = [
         sampling_params(
             body,
@@ -47,9 +46,9 @@ async def create(services: Services, request: Request) -> Response:
             logprobs=body.logprobs,
             vocab_size=vocab_size,
             max_n=settings.max_n,
-            seed=seed,
+            seed=prompt_seed(body.seed, i),
         )
-        for ids in encoded
+        for i, ids in enumerate(encoded)
     ]
     info = request_info(request)
     completion_id = f"cmpl-{uuid.uuid4().hex}"

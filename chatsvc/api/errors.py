@@ -20,7 +20,13 @@ _HTTP_MESSAGES = {
     404: "There is nothing at this path: {method} {path}",
     405: "The method {method} is not allowed for {path}",
 }
-_CODES = {404: "not_found", 405: "method_not_allowed", 409: "conflict", 415: "unsupported_media_type"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "conflict",
+    415: "unsupported_media_type",
+}
 
 
 class PayloadTooLarge(RequestError):
@@ -31,6 +37,32 @@ class PayloadTooLarge(RequestError):
     def __init__(self, message: str, *, close: bool = False) -> None:
         super().__init__(message, code="request_too_large")
         self.close = close
+
+
+class RequestTimeout(RequestError):
+    """408: the request did not arrive in time. The rest of it is not read."""
+
+    status = 408
+    close = True
+
+
+class HeadTooLarge(RequestError):
+    """431."""
+
+    status = 431
+    close = True
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The request line and the headers are larger than {limit} bytes", code="headers_too_large")
+
+
+class Ending(Overloaded):
+    """503: the server is being stopped, and this request was not complete."""
+
+    close = True
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down", retry_after=RETRY_AFTER_UNAVAILABLE, status=503)
 
 
 class UnsupportedMediaType(RequestError):
@@ -46,10 +78,16 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 def describe(exc: Exception) -> tuple[int, dict[str, str], dict[str, Any]]:
     """HTTP status, extra headers and body of an exception. What is not ours says nothing about the inside."""
+    status, headers, body = _describe(exc)
+    if getattr(exc, "close", False):
+        headers["Connection"] = "close"
+    return status, headers, body
+
+
+def _describe(exc: Exception) -> tuple[int, dict[str, str], dict[str, Any]]:
     if isinstance(exc, RequestError):
-        headers = {"Connection": "close"} if isinstance(exc, PayloadTooLarge) and exc.close else {}
         code = exc.code or _CODES.get(exc.status)
-        return exc.status, headers, error_body(exc.message, "invalid_request_error", exc.param, code)
+        return exc.status, {}, error_body(exc.message, "invalid_request_error", exc.param, code)
     if isinstance(exc, Overloaded):
         kind = "rate_limit_error" if exc.status == 429 else "server_error"
         code = "rate_limit_exceeded" if exc.status == 429 else "unavailable"
@@ -78,6 +116,6 @@ async def on_http_exception(request: Request, exc: Exception) -> Response:
     """Starlette's own 404 and 405 (and those of its static files) in our shape."""
     assert isinstance(exc, HTTPException)
     template = _HTTP_MESSAGES.get(exc.status_code)
-    message = template.format(method=request.method, path=request.url.path) if template else exc.detail
+    message = template.format(method=request.method, path=request.scope["path"]) if template else exc.detail
     body = error_body(message, "invalid_request_error", None, _CODES.get(exc.status_code))
     return Response(json.dumps(body), exc.status_code, exc.headers, media_type="application/json")

@@ -6,6 +6,7 @@ the client's disconnect, and then nothing stops a generation nobody reads.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -18,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chatsvc.api.errors import error_response
+from chatsvc.api.errors import Ending, error_response
 
 log = logging.getLogger("chatsvc.api")
 access = logging.getLogger("chatsvc.access")
@@ -84,9 +85,10 @@ class RequestMiddleware:
             if status:
                 raise  # too late for a body; the server closes the connection
             await error_response(exc)(scope, receive, send_with_id)
-        except BaseException:
+        except asyncio.CancelledError:  # the server ends, and this is its last task for the request
             info.fields["outcome"] = "cancelled"
-            raise
+            if not status:
+                await error_response(Ending())(scope, receive, send_with_id)
         finally:
             self._log(scope, info, status, time.perf_counter() - started)
 

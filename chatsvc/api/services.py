@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -97,12 +97,43 @@ class Template(Protocol):
     ) -> list[int]: ...
 
 
+class Uploads:
+    """Waits for the parts of bodies, each bounded, so that a client who stops sending does not hold a request for ever.
+
+    Once the server drains (``close``), a silent client has one more second.
+    """
+
+    CLOSING = 1.0
+
+    def __init__(self) -> None:
+        self.closing = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def part(self, receive: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """What ``receive`` gives. Raises: TimeoutError."""
+        async with asyncio.timeout(min(seconds, self.CLOSING) if self.closing else seconds) as wait:
+            self._waits.add(wait)
+            try:
+                return await receive()
+            finally:
+                self._waits.discard(wait)
+
+    def close(self) -> None:
+        """The server drains."""
+        self.closing = True
+        end = asyncio.get_running_loop().time() + self.CLOSING
+        for wait in self._waits:
+            wait.reschedule(min(end, wait.when() or end))
+
+
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
     """Limits of the HTTP side. Times in seconds, sizes in bytes."""
 
     ping_interval: float = 15.0
     max_body_bytes: int = 8 * 1024 * 1024
+    body_idle_timeout: float = 30.0  # without a byte of the body
+    body_timeout: float = 300.0  # for the whole body
     max_n: int = 16
     max_prompts: int = 64
     send_timeout: float = 300.0
@@ -127,6 +158,7 @@ class Services:
     settings: ApiSettings = ApiSettings()
     store: SessionStore | None = None
     created: int = 0
+    uploads: Uploads = field(default_factory=Uploads)
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     @cached_property

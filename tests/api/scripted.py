@@ -250,7 +250,15 @@ def overloaded() -> Overloaded:
 class Server:
     """uvicorn on a free port, in a thread with its own loop; ``engine`` and ``services`` live there."""
 
-    def __init__(self, settings: ApiSettings | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        settings: ApiSettings | None = None,
+        *,
+        head_timeout: float = 30.0,
+        keep_alive: float = 75,
+        **changes: Any,
+    ) -> None:
+        self._head_timeout, self._keep_alive = head_timeout, keep_alive
         self._started = threading.Event()
         self._settings = settings or ApiSettings(ping_interval=0.2)
         self._changes = changes
@@ -282,7 +290,9 @@ class Server:
                 **self._changes,
             }
         )
-        config = server_config(create_app(self.services), host="127.0.0.1", port=0, grace=2)
+        app = create_app(self.services)
+        config = server_config(app, host="127.0.0.1", port=0, grace=2, head_timeout=self._head_timeout)
+        config.timeout_keep_alive = self._keep_alive  # type: ignore[assignment]
         self.server = uvicorn.Server(config)
         serving = asyncio.create_task(self.server._serve())
         while not self.server.started:

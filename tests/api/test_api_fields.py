@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 import httpx
@@ -329,7 +331,15 @@ def test_SA_07_good_prompts(plain: Post, engine: ScriptedEngine) -> None:
         assert answer.status_code == 200, answer.text
         assert [p.prompt for p in engine.plays] == ids
         assert [c["index"] for c in answer.json()["choices"]] == list(range(len(ids)))
-        assert len({p.params.seed for p in engine.plays}) == 1
+        assert len({p.params.seed for p in engine.plays}) == len(ids), "equal prompts have to be independent samples"
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
+def test_a_seed_and_several_prompts(plain: Post, engine: ScriptedEngine, seed: int) -> None:
+    """docs/api.md: prompt 0 has the seed itself, prompt i the first 8 bytes of BLAKE2b(seed, i)."""
+    assert plain(prompt=["a"] * 3, seed=seed, n=2).status_code == 200
+    derived = [struct.unpack("<q", blake2b(struct.pack("<qq", seed, i), digest_size=8).digest())[0] for i in (1, 2)]
+    assert [p.params.seed for p in engine.plays] == [seed, *derived]
 
 
 def test_too_many_choices_over_all_prompts(plain: Post) -> None:
