@@ -171,7 +171,8 @@ class Study:
         trace = single_turns(name, 4000, RATE_CROWD, self.seed)
         fits = fit(scenario, trace, mode.reservation, self.seed, block_size or scenarios.BLOCK_SIZE)
         many = min(fits, scenarios.MAX_NUM_SEQS)
-        measured = self.tokens(share * min(max(20_000, 2_000 * many), max(60_000, round(0.5 * many * MEANS[name][1]))))
+        floor = 40_000 if mode.batching == "continuous" else 60_000
+        measured = self.tokens(share * min(max(20_000, 2_000 * many), max(floor, 0.5 * many * MEANS[name][1])))
         # Until the steady state's contexts are computed, and then some.
         warm_up = measured // 4 + round(many * many * sum(MEANS[name]) / (2 * scenarios.TOKENS_PER_STEP))
         if mode.batching == "continuous":
@@ -222,8 +223,8 @@ class Study:
         )
         section = Section("block_sizes", f"Block sizes, {scenario.model.name}, continuous, paged", columns)
         for size in BLOCK_SIZES:
-            chat = self.crowded_run(scenario, modes.PAGED, "sharegpt", size, 0.6)
-            short = self.crowded_run(scenario, modes.PAGED, "alpaca", size, 0.1)
+            chat = self.crowded_run(scenario, modes.PAGED, "sharegpt", size, 0.8)
+            short = self.crowded_run(scenario, modes.PAGED, "alpaca", size, 0.15)
             section.rows.append(
                 {
                     "block_size": size,
