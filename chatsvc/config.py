@@ -61,7 +61,8 @@ class ServeConfig(BaseModel):
     )
     num_kv_blocks: int | None = _field(None, "Memory", "usable KV blocks; overrides --kv-cache-memory", ge=1)
     host_kv_memory: ByteSize = _field(ByteSize(0), "Memory", "swap space and host tier, e.g. 1GiB")
-    disk_cache_dir: Path | None = _field(None, "Memory", "prefixes that survive a restart (not in this version)")
+    disk_cache_dir: Path | None = _field(None, "Memory", "directory in which hot prefixes survive a restart [none]")
+    disk_cache_size: ByteSize = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field("auto", "Memory", "auto: as --dtype")
     prefix_caching: bool = _field(True, "Memory", "share KV blocks between equal prefixes")
     cache_secret: str | None = _field(None, "Memory", "secret of the prefix hashes [random per process]")
@@ -109,7 +110,6 @@ class ServeConfig(BaseModel):
             raise ValueError(f"--block-size {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         later = {
             "--quantization int8": self.quantization == "int8",
-            "--disk-cache-dir": self.disk_cache_dir is not None,
             f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
             "--engine process": self.engine == "process",
             f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
@@ -119,6 +119,8 @@ class ServeConfig(BaseModel):
         for flag, asked in later.items():
             if asked:
                 raise ValueError(f"{flag} is not in this version of chatsvc")
+        if self.disk_cache_dir is not None and not self.prefix_caching:
+            raise ValueError("--disk-cache-dir keeps shared prefixes: it cannot go with --no-prefix-caching")
         return self
 
     @classmethod

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import huggingface_hub
+import xxhash
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tqdm.asyncio import tqdm_asyncio
 
@@ -68,6 +69,25 @@ def resolve(model: str) -> ModelFiles:
     if _HUB_ID.match(model):
         return _cached_hub(model)
     raise ModelError(f"no file or directory {model}; a Hub id has the form OWNER/NAME, the default is {DEFAULT_MODEL}")
+
+
+def fingerprint(files: ModelFiles) -> str:
+    """Digest of all that the model computes with: every weight and the configuration, whatever the files' names.
+
+    Reads every byte, at about the speed of the disk or the page cache. Raises: ModelError.
+    """
+    hf = [*files.path.glob("*.safetensors"), files.path / "config.json"]
+    digests = []
+    for path in [files.path] if files.format == "gguf" else hf:
+        state = xxhash.xxh3_128()
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(2**22):
+                    state.update(chunk)
+        except OSError as e:
+            raise ModelError(f"cannot read {path}: {e.strerror}") from e
+        digests.append(state.digest())
+    return xxhash.xxh3_128_hexdigest(b"".join(sorted(digests)))
 
 
 def pull(model: str, *, progress: bool = True) -> ModelFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -41,6 +42,12 @@ class Lent:
         future: Future[StepResult] = Future()
         future.set_result(self._executor.run(plan))
         return future
+
+    def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
+        return self._executor.read_blocks(ids, host=host)
+
+    def write_blocks(self, ids: Sequence[int], data: bytes, *, host: bool = False) -> Future[None]:
+        return self._executor.write_blocks(ids, data, host=host)
 
     def stop(self) -> None:
         """The rig stops it."""

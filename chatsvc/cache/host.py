@@ -103,6 +103,11 @@ class HostTier:
         """The device block has a new owner: what was to be fetched into it is not wanted any more."""
         self._step.into.pop(device_id, None)
 
+    @property
+    def arriving(self) -> list[Block]:
+        """Host blocks whose content is moved here by the step that is planned or runs."""
+        return self._step.stored
+
     def release(self, swapped: Swapped) -> None:
         """The sequence has come back, or ended: its pins go; full blocks stay findable."""
         for block in [*swapped.pinned, *([swapped.tail] if swapped.tail else [])]:

@@ -100,6 +100,16 @@ class BlockManager:
         """Whether full blocks get an identity: to be shared, or at least (private extra keys) to be swapped."""
         return self.prefix_caching or self.host is not None
 
+    @property
+    def tiers(self) -> tuple[BlockPool, ...]:
+        """The device's pool and, if there is one, the host tier's."""
+        return (self.pool,) if self.host is None else (self.pool, self.host.pool)
+
+    def unsettled(self) -> frozenset[int]:
+        """Content ids that are findable although the step which brings them has not been seen to end well."""
+        blocks = [*self._stored, *(self.host.arriving if self.host is not None else ())]
+        return frozenset(b.content.content_id for b in blocks if b.content is not None)
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -38,6 +38,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._blank.append(block)
         self.evictions = 0
+        self._clock = 0
         self.on_evict: Callable[[Block], None] | None = None
         self._events: deque[CacheEvent] = deque()
         self._events_lost = False
@@ -85,6 +86,9 @@ class BlockPool:
         """One table fewer names it. Findable blocks become the most recently used of the cached ones."""
         assert block.ref_count > 0 and block.id != 0, f"double free of {block}"
         block.ref_count -= 1
+        if block.content is not None:
+            self._clock += 1
+            block.last_use = self._clock
         if block.ref_count == 0:
             (self._blank if block.content is None else self._cached).append(block)
 
@@ -112,6 +116,7 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         content = self.index.remove(block)
+        block.last_use = 0
         self._event(CacheEvent("removed", block.id, content.content_id, content.parent_id, content.digest))
 
     def _event(self, event: CacheEvent) -> None:

@@ -21,6 +21,7 @@ from chatsvc.engine.config import EngineConfig
 from chatsvc.engine.kvview import KVView
 from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation
+from chatsvc.engine.persistence import Persistence
 from chatsvc.engine.publisher import Choice, Running
 from chatsvc.errors import Conflict, EngineDead, EngineError, Overloaded
 from chatsvc.runtime.executor import Executor, KVCapacity
@@ -71,6 +72,7 @@ class AsyncEngine:
         self._stopped = False
         self._dead: str | None = None
         self._views: set[KVView] = set()
+        self._persistence: Persistence | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -82,13 +84,16 @@ class AsyncEngine:
             EngineDead: ``stop`` was called meanwhile.
         """
         capacity = self._capacity = await asyncio.to_thread(self.executor.start)
-        if self._stopped:
-            raise EngineDead("the engine was stopped while it loaded")
         c = self.config
         host = {"num_host_blocks": capacity.num_host_blocks} if capacity.num_host_blocks else {}
         manager = self._make_manager(
             capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret, **host
         )
+        if c.disk_cache is not None:
+            self._persistence = Persistence(c.disk_cache, self.executor, manager, capacity)
+            await self._persistence.restore()
+        if self._stopped:
+            raise EngineDead("the engine was stopped while it loaded")
         budget = StepBudget(
             c.max_num_batched_tokens or capacity.tokens_per_step,
             adaptive=c.max_num_batched_tokens is None,
@@ -101,6 +106,8 @@ class AsyncEngine:
         )
         self._scheduler = self._make_scheduler(scheduler_config, manager, budget)
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._tick())]
+        if self._persistence is not None:
+            self._tasks.append(asyncio.create_task(self._persistence.run()))
 
     async def stop(self) -> None:
         """End everything that still runs (with an error, so that no cut answer looks whole) and stop. Idempotent.
@@ -108,12 +115,15 @@ class AsyncEngine:
         A step that is in flight is waited for, but no longer than ``stuck_after``.
         """
         self._draining = self._stopped = True
+        sound = self.healthy
         for running in list(self._running.values()):
             self._abort(running, "error", "the server was shut down before the answer was complete", 503)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        if self._persistence is not None:
+            await self._persistence.stop(save=sound)
         try:
             await asyncio.wait_for(asyncio.to_thread(self.executor.stop), self.config.stuck_after)
         except TimeoutError:

@@ -6,12 +6,14 @@ import logging
 import os
 import secrets
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from chatsvc.config import ServeConfig, usable_cpus
 from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
-from chatsvc.modelfiles import ModelFiles, resolve
+from chatsvc.engine.persistence import DiskCache
+from chatsvc.modelfiles import ModelFiles, fingerprint, resolve
 from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
@@ -75,10 +77,19 @@ def build(config: ServeConfig) -> Built:
         max_queue=config.max_queue,
         queue_timeout=config.queue_timeout,
         preemption=config.preemption,
+        disk_cache=_disk_cache(config, files),
         policy=config.policy,
         prefill_share=config.prefill_share,
     )
     return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, template, files)
+
+
+def _disk_cache(config: ServeConfig, files: ModelFiles) -> DiskCache | None:
+    if config.disk_cache_dir is None:
+        return None
+    disk = DiskCache(config.disk_cache_dir, int(config.disk_cache_size), partial(fingerprint, files))
+    disk.prepare()
+    return disk
 
 
 def _local(config: ServeConfig, files: ModelFiles) -> Executor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chatsvc.engine.persistence import DiskCache
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -18,6 +20,7 @@ class EngineConfig:
         stuck_after: a step that takes longer makes the engine unhealthy, and new requests are refused.
         give_up_after: a step that takes longer fails every request that is here; the engine goes on if it ever ends.
         preemption: with a host tier: swap, recompute, or (auto) what is estimated to cost less.
+        disk_cache: where hot prefixes survive a restart; needs prefix caching.
     """
 
     block_size: int = 16
@@ -32,5 +35,6 @@ class EngineConfig:
     stuck_after: float = 10.0
     give_up_after: float = 60.0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
+    disk_cache: DiskCache | None = None
     policy: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
     prefill_share: float = 1.0

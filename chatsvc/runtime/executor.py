@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,8 @@ class KVCapacity:
         vocab_size: token ids are 0..vocab_size-1.
         num_host_blocks: blocks of the host tier.
         token_seconds, block_seconds: measured time to compute a token, and to move a block between the tiers.
+        block_bytes, layout: size of a block, and everything but the model that its bytes depend on (dtype, shape,
+            kernels): only blocks of an equal layout can be written back.
     """
 
     num_blocks: int
@@ -29,6 +32,8 @@ class KVCapacity:
     num_host_blocks: int = 0
     token_seconds: float = 0.0
     block_seconds: float = 0.0
+    block_bytes: int = 0
+    layout: str = ""
 
 
 class Executor(Protocol):
@@ -43,5 +48,14 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]: ...
+
+    def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
+        """Bytes of whole blocks of the device's or the host tier's pool, one after the other, as they are when every
+        step submitted before has been done: len(ids) * block_bytes."""
+        ...
+
+    def write_blocks(self, ids: Sequence[int], data: bytes, *, host: bool = False) -> Future[None]:
+        """The reverse of :meth:`read_blocks`, seen by every step submitted later."""
+        ...
 
     def stop(self) -> None: ...

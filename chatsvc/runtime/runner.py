@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -33,6 +34,20 @@ def move(source: KVCache, target: KVCache, pairs: tuple[tuple[int, int], ...]) -
         table = torch.tensor(pairs, dtype=torch.int64)
         blocks = source.data[table[:, 0].to(source.data.device)]
         target.data[table[:, 1].to(target.data.device)] = blocks.to(target.data.device)
+
+
+def read_blocks(cache: KVCache, ids: Sequence[int]) -> memoryview:
+    """Bytes of whole blocks, one after the other."""
+    blocks = cache.data[torch.tensor(ids, dtype=torch.int64, device=cache.data.device)]
+    return memoryview(blocks.cpu().flatten().view(torch.uint8).numpy().data)
+
+
+def write_blocks(cache: KVCache, ids: Sequence[int], data: bytes) -> None:
+    """The reverse of :func:`read_blocks`."""
+    target = cache.data
+    # bytearray: torch warns of memory that it must not write to, although nothing here writes to it.
+    blocks = torch.frombuffer(bytearray(data), dtype=target.dtype).view(len(ids), *target.shape[1:])
+    target[torch.tensor(ids, dtype=torch.int64, device=target.device)] = blocks.to(target.device)
 
 
 class ModelRunner:

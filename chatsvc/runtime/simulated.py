@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -82,11 +82,38 @@ class SimulatedExecutor:
     def start(self) -> KVCapacity:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chatsvc-sim")
         c = self.config
-        return KVCapacity(c.num_blocks, c.max_model_len, c.tokens_per_step, c.vocab_size)
+        size = c.block_size * self._pool.itemsize
+        return KVCapacity(
+            c.num_blocks,
+            c.max_model_len,
+            c.tokens_per_step,
+            c.vocab_size,
+            c.num_host_blocks,
+            block_bytes=size,
+            layout="simulated",
+        )
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         assert self._thread is not None, "start() first"
         return self._thread.submit(self.run, plan)
+
+    def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
+        assert self._thread is not None, "start() first"
+        return self._thread.submit(self._read_blocks, self._host if host else self._pool, ids)
+
+    def write_blocks(self, ids: Sequence[int], data: bytes, *, host: bool = False) -> Future[None]:
+        assert self._thread is not None, "start() first"
+        return self._thread.submit(self._write_blocks, self._host if host else self._pool, ids, data)
+
+    def _read_blocks(self, pool: array[int], ids: Sequence[int]) -> memoryview:
+        size = self.config.block_size
+        return memoryview(b"".join(pool[i * size : (i + 1) * size].tobytes() for i in ids))
+
+    def _write_blocks(self, pool: array[int], ids: Sequence[int], data: bytes) -> None:
+        size = self.config.block_size
+        tokens = array("i", data)
+        for n, i in enumerate(ids):
+            pool[i * size : (i + 1) * size] = tokens[n * size : (n + 1) * size]
 
     def stop(self) -> None:
         self._stop.set()
