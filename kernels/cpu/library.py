@@ -34,12 +34,18 @@ _KINDS = ("qkv", "o", "gate_up", "down", "head", "embed")
 
 
 class Library:
-    """The functions of one compiled library."""
+    """The functions of one compiled library.
+
+    Raises:
+        OSError: it cannot be loaded, or was built from other sources than this file belongs to.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lib = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self._lib, name)
+            function = getattr(self._lib, name, None)
+            if function is None:
+                raise OSError(f"{path} has no function {name}")
             function.restype, function.argtypes = result, arguments
 
     def __getattr__(self, name: str) -> Any:  # ck_...

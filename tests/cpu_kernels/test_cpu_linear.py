@@ -1,0 +1,101 @@
+"""The linear layer, the build and its cache; every instruction set that this machine can run."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu import build
+from kernels.cpu.check import check
+from kernels.cpu.library import Library
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return Library(build.ensure())
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 33), (32, 64), (203, 100), (576, 1536)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_against_float64_and_itself(library: Library, n: int, k: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(n * k)
+    x, weight = torch.randn(130, k, generator=generator), torch.randn(n, k, generator=generator)
+    b = torch.randn(n, generator=generator) if bias else None
+    whole = library.linear(x, weight, b, 1)
+    want = x.double() @ weight.double().T + (b.double() if b is not None else 0)
+    # One chain of k fused multiply-adds: k roundings at most, of sums that are no larger than this.
+    bound = (x.abs().double() @ weight.abs().double().T) * (k + 1) * 2.0**-24 + 1e-6
+    assert ((whole - want).abs() <= bound).all()
+    for rows in (1, 2, 3, 5, 11, 12, 13, 24, 25, 64, 129):
+        for threads in (1, 2, 3):
+            assert torch.equal(library.linear(x[:rows], weight, b, threads), whole[:rows]), (rows, threads)
+
+
+def test_nan_stays_in_its_row(library: Library) -> None:
+    x, weight = torch.ones(30, 40), torch.ones(50, 40)
+    x[13, 7] = float("nan")
+    out = library.linear(x, weight, None, 2)
+    assert out[13].isnan().all() and (out[[i for i in range(30) if i != 13]] == 40).all()
+
+
+def test_the_check_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.ensure()
+    check(path)
+    real = Library.linear
+
+    def wrong(self: Library, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        out = real(self, x, *rest)  # type: ignore[arg-type]
+        return out + 1e-6 * (len(x) == 5)
+
+    monkeypatch.setattr(Library, "linear", wrong)
+    with pytest.raises(AssertionError, match="tile of 5 rows"):
+        check(path)
+
+
+def test_nothing_is_compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.ensure()
+    assert build.built() == path
+
+    def never(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(build, "_compile", never)
+    assert build.ensure() == path
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    with pytest.raises(AssertionError, match="compiled again"):
+        build.ensure()
+
+
+def test_one_openmp_runtime_in_the_process() -> None:
+    program = """
+import torch
+from kernels.cpu.build import ensure
+from kernels.cpu.library import Library
+torch.randn(300, 300) @ torch.randn(300, 300)
+Library(ensure()).linear(torch.ones(4, 8), torch.ones(8, 8), None, 2)
+names = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+print([n for n in names if "gomp" in n or "iomp" in n or "libomp" in n])
+"""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("no /proc")
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
+    assert len(eval(done.stdout)) <= 1, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["haswell", "x86-64"])
+def test_other_instruction_sets_pass_the_check(target: str) -> None:
+    """AVX2, and vectors of the compiler's own without fused multiply-add: what other machines will run."""
+    if platform.machine() != "x86_64" or "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this machine cannot run them")
+    path = build.ensure(target)
+    assert Library(path).simd == {"haswell": "avx2", "x86-64": "generic"}[target]
+    check(path)
