@@ -13,10 +13,11 @@ from chatsvc.sim import modes, plots, tracefile
 from chatsvc.sim.literature import compare
 from chatsvc.sim.scenarios import SCENARIOS
 from chatsvc.sim.section import Section
+from chatsvc.sim.service import ServiceStudy
 from chatsvc.sim.study import Study
 from chatsvc.sim.traces import MEANS, multi_turn, single_turns
 
-PARTS = ("kv", "fit", "saturated", "block-sizes", "latency", "tenants", "swap", "preemption", "eviction")
+PARTS = ("kv", "fit", "saturated", "block-sizes", "latency", "tenants", "swap", "preemption", "policies", "eviction")
 
 
 def _env(name: str) -> str:
@@ -80,13 +81,13 @@ def command(
         click.echo(f"{len(made)} requests written to {write_trace}")
         return
     began = time.perf_counter()
-    study = Study(seed, scale)
+    study, users = Study(seed, scale), ServiceStudy(seed, scale)
     if trace is not None:
         which = (modes.DYNAMIC, modes.MAX, modes.PAGED, modes.SHARED)
-        sections = [study.replay(SCENARIOS[scenario or "llama-2-7b"], tracefile.read(trace), which)]
+        sections = [users.replay(SCENARIOS[scenario or "llama-2-7b"], tracefile.read(trace), which)]
         sections[0].print()
     else:
-        sections = _study(study, scenario, only or PARTS)
+        sections = _study(study, users, scenario, only or PARTS)
     click.echo(f"\n{time.perf_counter() - began:.0f} s, seed {seed}, scale {scale:g}")
     if json_file is not None:
         numbers = {"seed": seed, "scale": scale, "sections": {s.name: s.as_json() for s in sections}}
@@ -99,7 +100,7 @@ def command(
             click.echo(f"picture: {path}")
 
 
-def _study(study: Study, scenario: str | None, parts: tuple[str, ...]) -> list[Section]:
+def _study(study: Study, users: ServiceStudy, scenario: str | None, parts: tuple[str, ...]) -> list[Section]:
     """Run the parts that were asked for and print each as soon as it is there."""
     one = SCENARIOS[scenario or "llama-2-7b"]
     sections: list[Section] = []
@@ -117,10 +118,12 @@ def _study(study: Study, scenario: str | None, parts: tuple[str, ...]) -> list[S
         show("saturated", lambda: study.saturated(SCENARIOS["llama-3-70b"], "sharegpt", modes.BRIEF))
         show("saturated", lambda: study.saturated(SCENARIOS["opt-13b"], "sharegpt", modes.PAPER))
     show("block-sizes", lambda: study.block_sizes(one))
-    show("latency", lambda: study.latency(one))
-    show("tenants", lambda: study.tenants(one))
+    show("latency", lambda: users.latency(one))
+    show("tenants", lambda: users.tenants(one))
     show("swap", study.swap)
     show("preemption", lambda: study.preemption(one))
+    show("policies", lambda: users.policies(one))
+    show("policies", lambda: users.prefill_share(one))
     show("eviction", lambda: study.eviction(one))
     literature = compare({s.name: s for s in sections})
     if literature.rows:

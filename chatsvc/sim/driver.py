@@ -25,7 +25,11 @@ from chatsvc.sim.traces import Entry, prompt_tokens, segment_base, token_at
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Seconds of the virtual clock."""
+    """What became of one request. Seconds of the virtual clock.
+
+    Attributes:
+        longest_gap: between two tokens of the answer.
+    """
 
     tenant: str
     arrival: float
@@ -34,6 +38,7 @@ class Outcome:
     started: float = -1.0
     first: float = -1.0
     finished: float = -1.0
+    longest_gap: float = 0.0
     cached: int = 0
     preemptions: int = 0
 
@@ -44,6 +49,10 @@ class Outcome:
     @property
     def ttft(self) -> float:
         return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        return (self.finished - self.first) / max(1, self.output_len - 1)
 
     @property
     def per_token(self) -> float:
@@ -165,9 +174,11 @@ class Driver:
                 made += len(update.tokens)
                 outcome = self._outcomes[update.sequence.seq_id]
                 if outcome.first < 0:
-                    outcome.first = now
+                    outcome.first = outcome.finished = now
+                outcome.longest_gap = max(outcome.longest_gap, now - outcome.finished)
+                outcome.finished = now
                 if update.finish_reason is not None:
-                    for entry in later.pop(self._end(update.sequence, now), ()):
+                    for entry in later.pop(self._end(update.sequence), ()):
                         heapq.heappush(due, (max(entry.arrival, now + entry.think), entry.entry_id, entry))
             run.steps += 1
             run.seconds, run.output_tokens = now, made
@@ -209,9 +220,8 @@ class Driver:
         self._outcomes[seq.seq_id] = outcome
         return outcome
 
-    def _end(self, seq: Sequence, now: float) -> int:
+    def _end(self, seq: Sequence) -> int:
         outcome = self._outcomes.pop(seq.seq_id)
-        outcome.finished = now
         outcome.cached = seq.cached_tokens or 0
         outcome.preemptions = seq.preemptions
         del self._answers[seq.seq_id]

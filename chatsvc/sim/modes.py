@@ -8,7 +8,8 @@ from typing import Literal
 from chatsvc.bench.baselines import ContiguousManager, StaticScheduler
 from chatsvc.cache.manager import BlockManager
 from chatsvc.scheduler.budget import StepBudget
-from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
+from chatsvc.scheduler.scheduler import Scheduler
+from chatsvc.scheduler.settings import PolicyName, SchedulerConfig, SwapCosts
 from chatsvc.sim import scenarios
 from chatsvc.sim.batching import DYNAMIC_TIMEOUT, BatchGate
 from chatsvc.sim.contiguous import (
@@ -65,6 +66,8 @@ def make_driver(
     num_blocks: int | None = None,
     max_num_seqs: int = scenarios.MAX_NUM_SEQS,
     preemption: Literal["auto", "swap", "recompute"] = "recompute",
+    policy: PolicyName = "fcfs",
+    prefill_share: float = 1.0,
     check: bool = False,
 ) -> Driver:
     """A fresh engine of that mode.
@@ -73,6 +76,7 @@ def make_driver(
         block_size, num_blocks: where others than the scenario's are wanted.
         preemption: how a sequence is pushed out of a full pool; with anything but ``recompute`` the host tier is as
             large as the pool.
+        policy, prefill_share: the scheduler's settings of these names.
 
     Contiguous modes count in blocks too (rounding a reservation up to a block is part of their external waste), but
     their attention reads a sequence in one run.
@@ -92,7 +96,9 @@ def make_driver(
     cost = CostModel(scenario, block_size if mode.paged else None)
     swap = SwapCosts(preemption, cost.block_seconds, cost.token_seconds)
     # Room for growth is only needed where memory is taken as it is used.
-    config = SchedulerConfig(max_num_seqs, limit, block_size if mode.paged else 0, frozenset(), swap)
+    config = SchedulerConfig(
+        max_num_seqs, limit, block_size if mode.paged else 0, frozenset(), swap, policy, prefill_share
+    )
     budget = StepBudget(scenarios.TOKENS_PER_STEP, adaptive=False)
     if mode.batching == "continuous":
         scheduler = Scheduler(config, manager, budget)

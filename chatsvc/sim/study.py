@@ -1,4 +1,4 @@
-"""The questions of ``docs/paging.md``, each answered by runs of the engine's own scheduler and block manager."""
+"""Memory and throughput: what ``docs/paging.md`` asks, answered by the engine's own scheduler and block manager."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from chatsvc.sim import modes, scenarios
 from chatsvc.sim.contiguous import Reservation, reserve_2048, reserve_max, reserve_oracle, reserve_pow2
 from chatsvc.sim.cost import Scenario, read_efficiency
 from chatsvc.sim.crossover import table as crossover_table
-from chatsvc.sim.driver import Outcome, Run
+from chatsvc.sim.driver import Run
 from chatsvc.sim.eviction import ORDERS, use_order
 from chatsvc.sim.fit import fit
 from chatsvc.sim.modes import Mode, make_driver
-from chatsvc.sim.section import Section, percentile
-from chatsvc.sim.traces import MEANS, TENANTS, Entry, mean_lengths, multi_turn, single_turns, under_way
+from chatsvc.sim.section import Section, Value
+from chatsvc.sim.service import service
+from chatsvc.sim.traces import MEANS, multi_turn, single_turns, under_way
 
 RATE_CROWD = 1000.0  # requests per second: more than any of the modes can serve
-RATE_ONLINE = 8.0
-RATE_QUIET = 1.0
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
 
@@ -108,7 +107,7 @@ class Study:
         for name in MEANS:
             trace = single_turns(name, 4000, RATE_CROWD, self.seed)
             for s in scenarios.SCENARIOS.values():
-                row: dict[str, str | int | float | None] = {"scenario": s.name, "trace": name}
+                row: dict[str, Value] = {"scenario": s.name, "trace": name}
                 row |= {key: fit(s, trace, way, self.seed) for key, way in ways}
                 section.rows.append(row)
         return section
@@ -242,80 +241,6 @@ class Study:
         section.notes.append("read efficiency is an assumption (1 KiB lost for each run of bytes), not a measurement")
         return section
 
-    # -- service -----------------------------------------------------------------------------------------------
-
-    def latency(self, scenario: Scenario) -> Section:
-        """A quiet hour: what waiting for a batch costs when there is no crowd."""
-        columns = (
-            ("mode", "mode", ""),
-            ("queued", "queued s p50", ".2f"),
-            ("ttft_p50", "TTFT s p50", ".2f"),
-            ("ttft_p95", "p95", ".2f"),
-            ("per_token", "s/token mean", ".3f"),
-        )
-        title = f"{scenario.model.name}, ShareGPT, {RATE_QUIET:g} request(s) per second"
-        section = Section(f"latency/{scenario.name}", title, columns)
-        trace = single_turns("sharegpt", self.tokens(120), RATE_QUIET, self.seed)
-        for mode in (modes.STATIC, modes.DYNAMIC, modes.MAX, modes.PAGED):
-            run = make_driver(scenario, mode).run(trace)
-            section.rows.append({"mode": mode.name, **service(run.outcomes)})
-        section.notes.append("s/token: from a request's arrival to its end, over the tokens of its answer")
-        return section
-
-    def tenants(self, scenario: Scenario) -> Section:
-        """A busy hour, several tenants with a system prompt each; without and with sharing of prefixes."""
-        columns = (
-            ("mode", "mode", ""),
-            ("tenant", "tenant", ""),
-            ("requests", "requests", "d"),
-            ("output", "tokens", ",d"),
-            ("cached", "prompt cached", ".1%"),
-            ("queued", "queued s p50", ".2f"),
-            ("ttft_p50", "TTFT s p50", ".2f"),
-            ("ttft_p95", "p95", ".2f"),
-            ("per_token", "s/token mean", ".3f"),
-        )
-        title = f"{scenario.model.name}, ShareGPT + 500 tokens of system prompt, {RATE_ONLINE:g} requests/s, by tenant"
-        section = Section(f"tenants/{scenario.name}", title, columns)
-        trace = single_turns("sharegpt", self.tokens(300), RATE_ONLINE, self.seed, system=500)
-        for mode in (modes.PAGED, modes.SHARED):
-            run = make_driver(scenario, mode).run(trace)
-            for tenant in (*(t for t, _ in TENANTS), "all"):
-                mine = [o for o in run.outcomes if tenant in ("all", o.tenant)]
-                if mine:
-                    section.rows.append({"mode": mode.name, "tenant": tenant, **service(mine)})
-        section.notes.append("prefix hits never cross tenants")
-        return section
-
-    def replay(self, scenario: Scenario, trace: list[Entry], which: tuple[Mode, ...]) -> Section:
-        """A given trace as it is, by mode and tenant."""
-        columns = (
-            ("mode", "mode", ""),
-            ("tenant", "tenant", ""),
-            ("requests", "requests", "d"),
-            ("output", "tokens", ",d"),
-            ("throughput", "tokens/s", ",.0f"),
-            ("waste", "waste of held", ".1%"),
-            ("cached", "prompt cached", ".1%"),
-            ("queued", "queued s p50", ".2f"),
-            ("ttft_p50", "TTFT s p50", ".2f"),
-            ("ttft_p95", "p95", ".2f"),
-            ("per_token", "s/token mean", ".3f"),
-        )
-        prompt, answer = mean_lengths(trace)
-        title = f"{scenario.model.name}, {len(trace)} requests of a trace (mean {prompt:.0f} in, {answer:.0f} out)"
-        section = Section("replay", title, columns)
-        for mode in which:
-            run = make_driver(scenario, mode).run(trace)
-            names = sorted({o.tenant for o in run.outcomes})
-            for tenant in (*(names if len(names) > 1 else ()), None):
-                mine = [o for o in run.outcomes if tenant is None or o.tenant == tenant]
-                row = {"mode": mode.name, "tenant": tenant if tenant is not None else "all", **service(mine)}
-                if tenant is None:
-                    row |= {"throughput": run.output_tokens / run.seconds, "waste": run.memory.total.waste}
-                section.rows.append(row)
-        return section
-
     def eviction(self, scenario: Scenario) -> Section:
         """Orders of eviction on chats of several turns, in a pool too small for all of them."""
         columns = (
@@ -348,18 +273,3 @@ class Study:
                     }
                 )
         return section
-
-
-def service(outcomes: list[Outcome]) -> dict[str, str | int | float | None]:
-    """What users saw."""
-    return {
-        "requests": len(outcomes),
-        "output": sum(o.output_len for o in outcomes),
-        "cached": sum(o.cached for o in outcomes) / sum(o.prompt_len for o in outcomes),
-        "queued": percentile((o.queued for o in outcomes), 0.5),
-        "queued_p95": percentile((o.queued for o in outcomes), 0.95),
-        "ttft_p50": percentile((o.ttft for o in outcomes), 0.5),
-        "ttft_p95": percentile((o.ttft for o in outcomes), 0.95),
-        "per_token": sum(o.per_token for o in outcomes) / len(outcomes),
-        "preemptions": sum(o.preemptions for o in outcomes),
-    }

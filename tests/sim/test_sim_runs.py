@@ -17,7 +17,7 @@ from chatsvc.sim.eviction import ORDERS, use_order
 from chatsvc.sim.fit import fit
 from chatsvc.sim.modes import MODES, Mode, make_driver
 from chatsvc.sim.scenarios import SCENARIOS
-from chatsvc.sim.study import Study
+from chatsvc.sim.service import ServiceStudy
 from chatsvc.sim.traces import Entry, multi_turn, single_turns
 
 SEVEN = SCENARIOS["llama-2-7b"]
@@ -60,9 +60,9 @@ def test_the_same_seed_gives_the_same_run(mode: Mode) -> None:
 
 
 def test_sections_are_the_same_for_the_same_seed() -> None:
-    a, b = (Study(seed=2, scale=0.1).tenants(SEVEN) for _ in range(2))
+    a, b = (ServiceStudy(seed=2, scale=0.1).tenants(SEVEN) for _ in range(2))
     assert a.rows == b.rows and a.rows
-    assert Study(seed=3, scale=0.1).tenants(SEVEN).rows != a.rows
+    assert ServiceStudy(seed=3, scale=0.1).tenants(SEVEN).rows != a.rows
 
 
 def test_waste() -> None:
@@ -130,6 +130,23 @@ def test_orders_of_eviction_keep_the_pool_whole(order) -> None:
     assert made.output_tokens == sum(e.output_len for e in trace)
     assert made.evictions > 0 and made.hit_tokens > 0
     assert driver.scheduler.manager.pool.num_used == 0
+
+
+def test_policies_change_who_waits_and_lose_nobody() -> None:
+    section = ServiceStudy(scale=0.4).policies(SEVEN)
+    rows = {(r["policy"], r["tenant"]): r for r in section.rows}
+    requests = {t: rows["fcfs", t]["requests"] for t in ("acme", "birch", "cedar", "delta", "all")}
+    assert requests["all"] == 48 == sum(n for t, n in requests.items() if t != "all")
+    assert all(rows[p, t]["requests"] == n for p in ("fair", "shortest") for t, n in requests.items())
+    assert rows["fair", "delta"]["ttft_p95"] < rows["fcfs", "delta"]["ttft_p95"]  # the flood is acme's
+    assert rows["shortest", "all"]["per_token"] < rows["fcfs", "all"]["per_token"]
+
+
+def test_less_prefill_in_a_step_steadies_the_streams() -> None:
+    rows = ServiceStudy(scale=0.3).prefill_share(SEVEN).rows
+    gaps = [r["gap_p50"] for r in rows]
+    assert gaps == sorted(gaps, reverse=True) and gaps[-1] < gaps[0] / 2
+    assert rows[-1]["tpot_p95"] < rows[0]["tpot_p95"]
 
 
 def test_a_request_longer_than_the_model_is_refused() -> None:
