@@ -127,7 +127,7 @@ API int ck_attention(void* handle, const long* ints, long tokens, long count, co
                 std::copy_n(k + t * ldk, p.token(), p.at(block, layer, 0, offset));
                 std::copy_n(v + t * ldv, p.token(), p.at(block, layer, 1, offset));
             });
-            a.plan.run(w, q, ldq, p, layer, scale, out);
+            a.plan.run(w, q, ldq, p, layer, scale, out, [] {});
         });
     } catch (const std::exception&) {
         return 1;
@@ -144,5 +144,5 @@ API void ck_linear(int threads, const float* x, long rows, const float* weight, 
     Arena arena;
     m.pack(weight, bias, pool, arena);
     for (int i = 0; i < repeat; ++i)
-        pool.run(1, [&](Worker& w) { linear(w, m, x, k, rows, y, n, Then::store, nullptr); });
+        pool.run(1, [&](Worker& w) { linear(w, m, x, k, rows, y, n, Then::store, nullptr, [] {}); });
 }

@@ -298,19 +298,26 @@ void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem
     }
 }
 
-void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages, long layer, float scale, float* out) {
-    w.each(static_cast<long>(pieces_.size()),
-           [&](long i) { piece(pieces_[i], scratch_[w.rank], q, ldq, pages, layer, scale, out); });
-    if (merges_.empty()) return;
-    w.each(static_cast<long>(merges_.size()) * heads_, [&](long i) {
-        const Merge& m = merges_[i / heads_];
-        const Row& row = rows_[m.row];
-        const long head = i % heads_, dim = pages.dim;
-        float* first = partial(row.partial, head);
-        for (long seg = 1; seg < m.segments; ++seg) {
-            const float* other = partial(row.partial + seg, head);
-            merge(first[0], first[1], first + 2, other[0], other[1], other + 2, width_);
-        }
-        finish(first[1], first + 2, out + (row.token * heads_ + head) * dim, dim);
-    });
+void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages, long layer, float scale, float* out,
+                        const std::function<void()>& last) {
+    const bool merging = !merges_.empty();
+    w.each(
+        static_cast<long>(pieces_.size()),
+        [&](long i) { piece(pieces_[i], scratch_[w.rank], q, ldq, pages, layer, scale, out); },
+        [&] { merging ? void() : last(); });
+    if (!merging) return;
+    w.each(
+        static_cast<long>(merges_.size()) * heads_,
+        [&](long i) {
+            const Merge& m = merges_[i / heads_];
+            const Row& row = rows_[m.row];
+            const long head = i % heads_, dim = pages.dim;
+            float* first = partial(row.partial, head);
+            for (long seg = 1; seg < m.segments; ++seg) {
+                const float* other = partial(row.partial + seg, head);
+                merge(first[0], first[1], first + 2, other[0], other[1], other + 2, width_);
+            }
+            finish(first[1], first + 2, out + (row.token * heads_ + head) * dim, dim);
+        },
+        last);
 }

@@ -5,6 +5,7 @@
 // softmax). A piece of work may cover many segments and merge as it goes, or leave each segment's result for a later
 // merge by the same function: same values, same order, same bits.
 #pragma once
+#include <functional>
 #include <vector>
 
 #include "pool.h"
@@ -44,8 +45,10 @@ class AttentionPlan {
     void build(const Sequences& s, const Pages& pages, long heads, int threads);
     // Phases that `run` takes.
     static constexpr int PHASES = 2;
-    // All threads together. q [tokens, heads, dim] with row stride ldq, out [tokens, heads, dim] contiguous.
-    void run(Worker& w, const float* q, long ldq, const Pages& pages, long layer, float scale, float* out);
+    // All threads together. q [tokens, heads, dim] with row stride ldq, out [tokens, heads, dim] contiguous. `last` is
+    // called once, when out is complete.
+    void run(Worker& w, const float* q, long ldq, const Pages& pages, long layer, float scale, float* out,
+             const std::function<void()>& last);
 
   private:
     struct Row {

@@ -60,8 +60,7 @@ constexpr Block pick(int m, std::integer_sequence<int, I...>) {
 }  // namespace
 
 void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, float* y, long ldy, Then then,
-            const Matrix* next) {
-    if (!rows) return;
+            const Matrix* next, const std::function<void()>& last) {
     const Job job{m, x, ldx, y, ldy, then};
     const long panels = m.count();
     const long band = std::max<long>(MR, X_BYTES / (m.k * 4) / MR * MR);
@@ -80,7 +79,7 @@ void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, flo
             pick(size, std::make_integer_sequence<int, MR>())(job, panel, row, ahead + t * m.k * stride, stride);
             row += size;
         }
-    });
+    }, last);
 }
 
 void Matrix::pack(const float* weight, const float* given_bias, Pool& pool, Arena& arena) {

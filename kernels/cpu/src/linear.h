@@ -1,6 +1,8 @@
 // y = x W^T in float32. Every output is one chain of fused multiply-adds over k, ascending, from zero: the same in every
 // tile, so a row's bits depend on nothing but that row and W.
 #pragma once
+#include <functional>
+
 #include "arena.h"
 #include "pool.h"
 #include "simd.h"
@@ -28,8 +30,9 @@ enum class Then {
 };
 
 // All threads call it together. x [rows, k] with ldx, y [rows, n] with ldy. `next`: what is read after this, or null.
+// `last` is called once, when y is complete.
 void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, float* y, long ldy, Then then,
-            const Matrix* next);
+            const Matrix* next, const std::function<void()>& last);
 
 // acc[m][0..W) = sum over kk of a[m * lda + kk] * row(kk)[0 .. W * VL), kk ascending. `fetch()` is called between: the
 // place to ask for what comes next, while this is computed.

@@ -14,10 +14,11 @@ static inline void relax() {
 #endif
 }
 
-// Waits until `word` is no longer `old`: spins for some tens of microseconds (the usual gap between two phases of a step),
-// then sleeps, so that a waiting thread never takes a core from a busy neighbour for long.
+// Waits while `word` is `old`: spins for some tens of microseconds (the usual gap between two phases of a step), then
+// sleeps, so that a waiting thread never takes a core from a busy neighbour for long.
 constexpr int SPINS = 800;
-static inline void wait_while(const std::atomic<unsigned>& word, unsigned old) {
+template <class T>
+static inline void wait_while(const std::atomic<T>& word, T old) {
     for (int i = 0; i < SPINS; ++i) {
         if (word.load(std::memory_order_acquire) != old) return;
         relax();
@@ -27,16 +28,22 @@ static inline void wait_while(const std::atomic<unsigned>& word, unsigned old) {
 
 class Pool;
 
-// One thread's view of a parallel run. All threads go through the same phases in the same order.
+// One thread's view of a parallel run. All threads go through the same phases in the same order, but none waits for a
+// thread, only for work: a phase is over when its tasks are done, and a thread that the system has put aside between two
+// tasks holds nobody up. (A barrier would wait for it, some hundred times a step, whenever a neighbour is busy.)
 struct Worker {
     Pool& pool;
     int rank;
     int phase = 0;
 
-    // f(i) for i in [0, count), each by whichever thread comes first; returns when all of them are done.
-    // What f computes must not depend on the thread that runs it.
+    // f(i) for i in [0, count), each by whichever thread comes first, then `last()` by one of them; returns when all of
+    // that is done. What f computes must not depend on the thread that runs it.
+    template <class F, class Last>
+    void each(long count, F&& f, Last&& last);
     template <class F>
-    void each(long count, F&& f);
+    void each(long count, F&& f) {
+        each(count, f, [] {});
+    }
 };
 
 class Pool {
@@ -45,7 +52,7 @@ class Pool {
         for (int rank = 1; rank < size_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
     }
     ~Pool() {
-        job_ = nullptr;
+        leaving_ = true;
         start();
         for (auto& t : threads_) t.join();
     }
@@ -55,66 +62,74 @@ class Pool {
     template <class F>
     void run(int phases, F&& f) {
         if (phases > capacity_) {
-            counters_ = std::make_unique<Counter[]>(phases);
+            phases_ = std::make_unique<Phase[]>(phases);
             capacity_ = phases;
         }
-        for (int i = 0; i < phases; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+        for (int i = 0; i < phases; ++i) {
+            phases_[i].next.store(0, std::memory_order_relaxed), phases_[i].done.store(0, std::memory_order_relaxed);
+            phases_[i].over.store(0, std::memory_order_relaxed);
+        }
         context_ = &f;
         job_ = [](void* context, Worker& w) { (*static_cast<std::remove_reference_t<F>*>(context))(w); };
+        open_ = true;
         start();
-        work(0);
-    }
-
-    void barrier() {
-        if (size_ == 1) return;
-        unsigned epoch = epoch_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-            arrived_.store(0, std::memory_order_relaxed);
-            epoch_.store(epoch + 1, std::memory_order_release);
-            epoch_.notify_all();
-        } else {
-            wait_while(epoch_, epoch);
-        }
+        Worker w{*this, 0};
+        f(w);
+        // Late threads find the door closed; those inside must leave before what they look at goes away.
+        open_ = false;
+        for (int n; (n = inside_.load()) != 0;) wait_while(inside_, n);
     }
 
   private:
     friend struct Worker;
-    struct alignas(64) Counter {
-        std::atomic<long> next;
+    struct alignas(64) Phase {
+        std::atomic<long> next, done;
+        std::atomic<int> over;
     };
 
     void start() {
-        if (size_ == 1) return;
-        started_.fetch_add(1, std::memory_order_release);
+        started_.fetch_add(1);
         started_.notify_all();
     }
-    void work(int rank) {
-        Worker w{*this, rank};
-        job_(context_, w);
-        barrier();  // nobody may still be in f when run() returns
-    }
     void serve(int rank) {
-        for (unsigned seen = 0;; ++seen) {
+        for (int seen = 0;;) {
             wait_while(started_, seen);
-            if (!job_) return;
-            work(rank);
+            seen = started_.load();
+            if (leaving_) return;
+            // Sequentially consistent, both here and in run(): either it waits for us, or we see that it is over.
+            inside_.fetch_add(1);
+            if (open_.load()) {
+                Worker w{*this, rank};
+                job_(context_, w);
+            }
+            inside_.fetch_sub(1);
+            inside_.notify_all();
         }
     }
 
     int size_;
     std::vector<std::thread> threads_;
-    std::unique_ptr<Counter[]> counters_;
+    std::unique_ptr<Phase[]> phases_;
     int capacity_ = 0;
     void* context_ = nullptr;
     void (*job_)(void*, Worker&) = nullptr;
-    alignas(64) std::atomic<unsigned> started_{0};
-    alignas(64) std::atomic<unsigned> epoch_{0};
-    alignas(64) std::atomic<int> arrived_{0};
+    std::atomic<bool> leaving_{false};
+    alignas(64) std::atomic<bool> open_{false};
+    alignas(64) std::atomic<int> started_{0};
+    alignas(64) std::atomic<int> inside_{0};
 };
 
-template <class F>
-void Worker::each(long count, F&& f) {
-    auto& next = pool.counters_[phase++].next;
-    for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) f(i);
-    pool.barrier();
+template <class F, class Last>
+void Worker::each(long count, F&& f, Last&& last) {
+    auto& p = pool.phases_[phase++];
+    const long tasks = count ? count : 1;  // so that somebody is the last
+    for (long i; (i = p.next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+        if (i < count) f(i);
+        if (p.done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
+            last();
+            p.over.store(1, std::memory_order_release);
+            p.over.notify_all();
+        }
+    }
+    wait_while(p.over, 0);
 }

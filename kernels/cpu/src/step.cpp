@@ -5,7 +5,8 @@
 #include "rows.h"
 
 namespace {
-constexpr int PHASES = 10;  // of one layer, at most
+constexpr int PHASES = 10;     // of one layer, at most
+constexpr long ALONE = 10000;  // floats that one thread normalises faster than several agree on it
 }
 
 void Model::reserve(long tokens) {
@@ -44,37 +45,54 @@ void Model::run(Worker& w, const Step& step) {
     const long qkv_width = (shape.heads + 2 * shape.kv_heads) * shape.dim;
     const float scale = 1.0f / std::sqrt(static_cast<float>(shape.dim));
     long rows = step.sequences.tokens;
-    auto norm = [&](const std::vector<float>& weight) {
-        w.each(rows, [&](long r) {
-            rms_norm(hidden_.data() + r * hidden, weight.data(), shape.eps, hidden, normed_.data() + r * hidden);
-        });
+    // What works row by row is too little for several threads when there are few rows: the thread that finishes the
+    // phase before does it on its way.
+    auto alone = [&] { return rows * hidden <= ALONE; };
+    auto norm_row = [&](const std::vector<float>& weight, long r) {
+        rms_norm(hidden_.data() + r * hidden, weight.data(), shape.eps, hidden, normed_.data() + r * hidden);
+    };
+    auto norm_alone = [&](const std::vector<float>& weight) {
+        for (long r = 0; alone() && r < rows; ++r) norm_row(weight, r);
+    };
+    auto norm_together = [&](const std::vector<float>& weight) {
+        if (!alone()) w.each(rows, [&](long r) { norm_row(weight, r); });
     };
 
-    w.each(rows, [&](long r) { (tied ? head : embed).row(step.ids[r], hidden_.data() + r * hidden); });
+    w.each(
+        rows, [&](long r) { (tied ? head : embed).row(step.ids[r], hidden_.data() + r * hidden); },
+        [&] { norm_alone(layers[0].input_norm); });
     for (long i = 0; i < shape.layers; ++i) {
         const Layer& layer = layers[i];
-        norm(layer.input_norm);
-        linear(w, layer.qkv, normed_.data(), hidden, rows, qkv_.data(), qkv_width, Then::store, &layer.o);
-        w.each(rows, [&](long r) { place(layer, step, i, r); });
-        plan_.run(w, qkv_.data(), qkv_width, step.pages, i, scale, attended_.data());
-        if (i + 1 == shape.layers) {
-            // What follows works row by row, and only these rows are asked for. They ascend, so nothing is overwritten
-            // before it is moved, but by one thread.
-            if (w.rank == 0)
-                for (long r = 0; r < step.rows; ++r) {
-                    const long from = step.wanted[r];
-                    std::copy_n(attended_.data() + from * q_width, from == r ? 0 : q_width, attended_.data() + r * q_width);
-                    std::copy_n(hidden_.data() + from * hidden, from == r ? 0 : hidden, hidden_.data() + r * hidden);
-                }
-            rows = step.rows;
-            w.pool.barrier();
-        }
-        linear(w, layer.o, attended_.data(), q_width, rows, hidden_.data(), hidden, Then::add, &layer.gate_up);
-        norm(layer.post_norm);
-        linear(w, layer.gate_up, normed_.data(), hidden, rows, inner_.data(), shape.intermediate, Then::swiglu, &layer.down);
+        const bool final = i + 1 == shape.layers;
+        norm_together(layer.input_norm);
+        linear(w, layer.qkv, normed_.data(), hidden, rows, qkv_.data(), qkv_width, Then::store, &layer.o, [&] {
+            for (long r = 0; alone() && r < rows; ++r) place(layer, step, i, r);
+        });
+        if (!alone()) w.each(rows, [&](long r) { place(layer, step, i, r); });
+        plan_.run(w, qkv_.data(), qkv_width, step.pages, i, scale, attended_.data(), [&] {
+            if (final) gather(step);
+        });
+        if (final) rows = step.rows;
+        linear(w, layer.o, attended_.data(), q_width, rows, hidden_.data(), hidden, Then::add, &layer.gate_up,
+               [&] { norm_alone(layer.post_norm); });
+        norm_together(layer.post_norm);
+        linear(w, layer.gate_up, normed_.data(), hidden, rows, inner_.data(), shape.intermediate, Then::swiglu, &layer.down,
+               [] {});
         linear(w, layer.down, inner_.data(), shape.intermediate, rows, hidden_.data(), hidden, Then::add,
-               i + 1 < shape.layers ? &layers[i + 1].qkv : &head);
+               final ? &head : &layers[i + 1].qkv, [&] { norm_alone(final ? norm : layers[i + 1].input_norm); });
     }
-    norm(this->norm);
-    linear(w, head, normed_.data(), hidden, rows, step.logits, shape.vocab, Then::store, &layers[0].qkv);
+    norm_together(norm);
+    linear(w, head, normed_.data(), hidden, rows, step.logits, shape.vocab, Then::store, &layers[0].qkv, [] {});
+}
+
+// What follows the last attention works row by row, and only these rows are asked for: they come to the front. They
+// ascend, so nothing is overwritten before it is moved.
+void Model::gather(const Step& step) {
+    const long hidden = shape.hidden, q_width = shape.heads * shape.dim;
+    for (long r = 0; r < step.rows; ++r) {
+        const long from = step.wanted[r];
+        if (from == r) continue;
+        std::copy_n(attended_.data() + from * q_width, q_width, attended_.data() + r * q_width);
+        std::copy_n(hidden_.data() + from * hidden, hidden, hidden_.data() + r * hidden);
+    }
 }

@@ -43,6 +43,7 @@ class Model {
   private:
     void reserve(long tokens);
     void run(Worker& w, const Step& step);
+    void gather(const Step& step);
     void place(const Layer& layer, const Step& step, long index, long token);
 
     AttentionPlan plan_;
