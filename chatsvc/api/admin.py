@@ -61,10 +61,11 @@ def routes(services: Services) -> list[Route]:
         return JSONResponse({"status": "ok"}) if engine.healthy else JSONResponse({"status": "failed"}, 503)
 
     async def ready(request: Request) -> Response:
-        """Ready: false while loading, draining or stuck."""
+        """Ready: false while loading, draining or stuck. A session store that is away is only told: chats go on."""
+        store = {} if services.store is None else {"store": "ok" if services.store_answers() else "away"}
         if engine.ready and engine.healthy:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready"}, 503, headers={"Retry-After": "2"})
+            return JSONResponse({"status": "ready", **store})
+        return JSONResponse({"status": "not ready", **store}, 503, headers={"Retry-After": "2"})
 
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(engine.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -197,9 +197,10 @@ class Cancelled(Shape):
 
 
 class Status(Shape):
-    """Answer of the probes."""
+    """Answer of the probes. ``store``: whether the session store answered last time; only ``/ready`` says it."""
 
     status: str
+    store: Literal["ok", "away"] = "ok"
 
 
 class Block(Shape):

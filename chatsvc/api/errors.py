@@ -9,6 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from chatsvc.errors import ChatsvcError, EngineDead, Overloaded, RequestError, StoreError
 
@@ -118,4 +119,16 @@ async def on_http_exception(request: Request, exc: Exception) -> Response:
     template = _HTTP_MESSAGES.get(exc.status_code)
     message = template.format(method=request.method, path=request.scope["path"]) if template else exc.detail
     body = error_body(message, "invalid_request_error", None, _CODES.get(exc.status_code))
-    return Response(json.dumps(body), exc.status_code, exc.headers, media_type="application/json")
+    headers = dict(exc.headers or {})
+    if exc.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request))) or headers.get("Allow", "")
+    return Response(json.dumps(body), exc.status_code, headers, media_type="application/json")
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods of a path: each has a route of its own, and Starlette names those of the first one only."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found

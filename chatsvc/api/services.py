@@ -148,6 +148,7 @@ class Services:
         model_name: the served model's public name.
         template: None when the model has none; chat requests are then refused with 400.
         store: None without sessions.
+        store_answers: whether it did when it was last asked; does not ask.
         created: Unix time that ``/v1/models`` reports.
     """
 
@@ -157,6 +158,7 @@ class Services:
     model_name: str
     settings: ApiSettings = ApiSettings()
     store: SessionStore | None = None
+    store_answers: Callable[[], bool] = lambda: True
     created: int = 0
     uploads: Uploads = field(default_factory=Uploads)
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))

@@ -26,6 +26,7 @@ from chatsvc.models.attention.select import make_backend
 from chatsvc.models.config import ModelConfig
 from chatsvc.models.loader import load_config
 from chatsvc.sessions.select import open_store
+from chatsvc.sessions.sqlite import check_folder
 from chatsvc.text.template import load_template
 from chatsvc.text.tokenizer import load_tokenizer
 from kernels.cpu.build import built, compiler
@@ -173,7 +174,8 @@ def _store(config: ServeConfig) -> list[Finding]:
         return [Finding("sessions", "warn", "in memory: they are lost when the server stops")]
     if scheme == "sqlite":
         path = Path(rest.removeprefix("/")).expanduser().absolute()
-        place = path if path.exists() else next(p for p in path.parents if p.exists())
+        check_folder(path)
+        place = path if path.exists() else path.parent
         if not os.access(place, os.W_OK):
             return [Finding("sessions", "fail", f"{place} cannot be written: choose another --session-store")]
         return [Finding("sessions", "ok", f"SQLite file {path}")]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import click
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,13 +33,26 @@ class GroupedOption(click.Option):
         self.group = group
 
 
+def _shown(info: FieldInfo) -> str:
+    """The default as one would write it: ``30d``, not 2592000 seconds."""
+    value = info.default
+    if not isinstance(value, float):
+        return str(value)
+    if any(isinstance(m, BeforeValidator) for m in info.metadata):  # a time, which takes units
+        for unit, seconds in (("d", 86400), ("h", 3600)):
+            if value >= seconds and value % seconds == 0:
+                return f"{value / seconds:g}{unit}"
+        return f"{value:g}s"
+    return f"{value:g}"
+
+
 def _option(name: str, info: FieldInfo) -> Callable[[F], F]:
     flag = "--" + name.replace("_", "-")
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     choices = typing.get_args(info.annotation) if typing.get_origin(info.annotation) is typing.Literal else ()
     help_text = info.description or ""
     if info.default is not None and not choices and not isinstance(info.default, bool):
-        help_text += f" [{info.default:g}]" if isinstance(info.default, float) else f" [{info.default}]"
+        help_text += f" [{_shown(info)}]"
     common: dict[str, Any] = {
         "cls": GroupedOption,
         "group": extra.get("group", "Other"),

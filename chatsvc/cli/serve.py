@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -18,13 +20,18 @@ from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
 from chatsvc.api.turns import Turns
 from chatsvc.cli.options import GroupedCommand, given, options_of
+from chatsvc.cli.remarks import remarks
 from chatsvc.config import ServeConfig
 from chatsvc.engine.build import Built, build
 from chatsvc.errors import ChatsvcError, ConfigError, EngineDead, StoreError
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.select import open_store
+from chatsvc.sessions.watched import WatchedStore
 
 log = logging.getLogger("chatsvc")
+
+CLOSE_AT_ONCE = 2.0  # seconds for each part
+ENGINE_THREADS = ("chatsvc-engine", "chatsvc-sim")
 
 
 @click.command("serve", cls=GroupedCommand, context_settings={"max_content_width": 120})
@@ -32,16 +39,21 @@ log = logging.getLogger("chatsvc")
 def command(**values: Any) -> None:
     """Serve chats over HTTP. Every flag is also an environment variable: CHATSVC_<FLAG>."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "huggingface_hub", "sse_starlette"):
+    for noisy in ("httpx", "huggingface_hub", "sse_starlette", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     config = ServeConfig.of(**given(values))
+    for remark in remarks(config, os.environ):
+        log.warning("%s", remark)
+    server = Server(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        status = runner.run(Server(config).run())
+        status = runner.run(server.run())
+        if server.at_once.is_set() or engine_hangs():
+            leave(status)
     sys.exit(status)
 
 
 def _loop_factory() -> Any:
-    return uvicorn.Config("", loop="auto").get_loop_factory()
+    return uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -76,37 +88,60 @@ class _NoSignals:
 
 
 class Server:
+    """Attributes:
+    at_once: set when the process has to end without waiting: by a second signal, or by one while it loads. What can
+        hang (a step, the compiler) is not waited for then; the process ends with :func:`leave`.
+    """
+
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
+        self.at_once = asyncio.Event()
         self._began = time.perf_counter()
         self._signals = 0
-        self._drain: asyncio.Task[None] | None = None
-        self._failed = False
+        self._status = 0
+        self._engine_stopped = False
+        self._tasks: list[asyncio.Task[None]] = []
         self._loading: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Returns the exit status. Raises: ConfigError, ModelError."""
         config = self.config
         sock = listen(config.host, config.port)
-        built = build(config)
-        store = open_store(config.session_store, config.session_ttl)
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sig, self._on_signal_early, sig)
+        building = asyncio.create_task(asyncio.to_thread(build, config))  # may compile: signals are heard meanwhile
+        if not await self._unless_at_once(building):
+            return self._status
+        built = building.result()
+        store = WatchedStore(
+            open_store(config.session_store, config.session_ttl), built.engine.metrics.store_errors.inc
+        )
         services = self._services(built, store)
         turns = Turns(services, store)
         app = create_app(services, turns=turns)
         uv = _Uvicorn(server_config(app, host=config.host, port=config.port, grace=5))
-        loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(sig, self._on_signal, uv, built)
+            loop.add_signal_handler(sig, self._on_signal, sig, uv, built, services)
         url = f"http://{config.host}:{sock.getsockname()[1]}/"
         try:
             await self._open(store)
             self._loading = asyncio.create_task(self._load(uv, built, url))
-            await uv.serve(sockets=[sock])
+            await self._unless_at_once(asyncio.create_task(uv.serve(sockets=[sock])))
         finally:
             await self._close(built, turns, store)
-        return 1 if self._failed else 0
+        return self._status
 
-    def _services(self, built: Built, store: SessionStore) -> Services:
+    async def _unless_at_once(self, work: asyncio.Task[Any]) -> bool:
+        """Wait for ``work``; False when the process has to end before it is done."""
+        stop = asyncio.create_task(self.at_once.wait())
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if work.done():
+            work.result()
+        return work.done()
+
+    def _services(self, built: Built, store: WatchedStore) -> Services:
         config = self.config
         return Services(
             engine=built.engine,
@@ -117,6 +152,7 @@ class Server:
                 ping_interval=config.ping_interval, max_n=config.max_n, resume_grace=config.resume_grace
             ),
             store=store,
+            store_answers=lambda: store.answers,
             created=int(time.time()),
         )
 
@@ -137,11 +173,13 @@ class Server:
             return
         except ChatsvcError as e:
             log.error("%s", e)
-            self._failed = uv.should_exit = True
+            self._status = 1
+            uv.should_exit = True
             return
         except Exception:
             log.exception("loading failed")
-            self._failed = uv.should_exit = True
+            self._status = 1
+            uv.should_exit = True
             return
         capacity = built.engine.capacity
         log.info(
@@ -153,27 +191,55 @@ class Server:
         )
         print(f"\n  Chat page:  {url}\n  OpenAI API: {url}v1\n", flush=True)
 
-    def _on_signal(self, uv: uvicorn.Server, built: Built) -> None:
+    def _on_signal_early(self, sig: signal.Signals) -> None:
+        self._signals += 1
+        log.info("%s while the model is loading: ending", sig.name)
+        self.at_once.set()
+
+    def _on_signal(self, sig: signal.Signals, uv: uvicorn.Server, built: Built, services: Services) -> None:
+        if self._loading is None or not self._loading.done():
+            self._on_signal_early(sig)
+            return
         self._signals += 1
         if self._signals > 1:
-            log.warning("second signal: ending at once")
-            uv.should_exit = uv.force_exit = True
+            log.warning("second signal (%s): ending at once", sig.name)
+            self._status = 128 + sig
+            self.at_once.set()
             return
-        if self._loading is not None and not self._loading.done():
-            uv.should_exit = True
-            return
-        log.info("draining: running answers may take up to %g s more", self.config.drain_timeout)
+        log.info("%s: draining; running answers may take up to %g s more", sig.name, self.config.drain_timeout)
         built.engine.begin_drain()
-        self._drain = asyncio.create_task(self._finish(uv, built))
+        services.uploads.close()
+        self._tasks.append(asyncio.create_task(self._finish(uv, built)))
 
     async def _finish(self, uv: uvicorn.Server, built: Built) -> None:
         done = await built.engine.drained(self.config.drain_timeout)
         if not done:
             log.warning("%d answers were still running and are ended", built.engine.num_requests)
         await built.engine.stop()
+        self._engine_stopped = True
         uv.should_exit = True
 
     async def _close(self, built: Built, turns: Turns, store: SessionStore) -> None:
-        await built.engine.stop()
-        await turns.close()
-        await store.close()
+        closings = [turns.close, store.close]
+        if not self._engine_stopped:
+            closings.insert(0, built.engine.stop)
+        for closing in closings:
+            task = asyncio.create_task(closing())
+            # At once: an engine that hangs gets a second, the texts of sessions a little longer to be stored.
+            await asyncio.wait({task}, timeout=CLOSE_AT_ONCE if self.at_once.is_set() else None)
+            if task.done():
+                task.result()
+        log.info("ended")
+
+
+def engine_hangs() -> bool:
+    """Whether a thread of the engine goes on although the engine was stopped: joining it would wait for ever."""
+    return any(t.name.startswith(ENGINE_THREADS) for t in threading.enumerate())
+
+
+def leave(status: int) -> None:
+    """End the process without joining its threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -10,14 +10,16 @@ from functools import partial
 
 import torch
 
-from chatsvc.config import ServeConfig, usable_cpus
+from chatsvc.config import ServeConfig, usable_cpus, usable_memory
 from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
 from chatsvc.engine.persistence import DiskCache
+from chatsvc.errors import ConfigError
 from chatsvc.modelfiles import ModelFiles, fingerprint, resolve
 from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
 from chatsvc.models.loader import load_config, load_model
+from chatsvc.runtime import kv
 from chatsvc.runtime.executor import Executor
 from chatsvc.runtime.local import LocalConfig, LocalExecutor, plan_capacity
 from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
@@ -106,7 +108,14 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
         max_step_seconds=config.max_step_ms / 1000,
         measure=config.max_num_batched_tokens is None,
     )
-    plan_capacity(local, load_config(files).shape, dtype)  # refuse what cannot fit before anything is loaded
+    shape = load_config(files).shape
+    blocks, _ = plan_capacity(local, shape, dtype, quiet=True)  # refuse what cannot fit before anything is loaded
+    if device.type == "cpu" and (pool := blocks * kv.block_bytes(shape, config.block_size, dtype)) > usable_memory():
+        flag = "--num-kv-blocks" if config.num_kv_blocks is not None else "--kv-cache-memory"
+        raise ConfigError(
+            f"the KV pool would take {pool / 2**30:.1f} GiB, but {usable_memory() / 2**30:.1f} GiB of memory are "
+            f"usable: lower {flag}"
+        )
 
     def load() -> tuple[CausalLM | FusedModel, AttentionBackend]:
         torch.set_num_threads(threads)

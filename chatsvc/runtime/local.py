@@ -41,8 +41,10 @@ class LocalConfig:
     measure: bool = True
 
 
-def plan_capacity(config: LocalConfig, shape: ModelShape, dtype: torch.dtype) -> tuple[int, int]:
-    """(number of blocks, max_model_len).
+def plan_capacity(
+    config: LocalConfig, shape: ModelShape, dtype: torch.dtype, *, quiet: bool = False
+) -> tuple[int, int]:
+    """(number of blocks, max_model_len). ``quiet``: without the warning that max_model_len is lowered.
 
     Raises: ConfigError with the numbers when an explicit max_model_len, or anything at all, cannot fit.
     """
@@ -60,7 +62,7 @@ def plan_capacity(config: LocalConfig, shape: ModelShape, dtype: torch.dtype) ->
         raise ConfigError("the KV pool holds 1 token; prompt and answer need at least 2 tokens: raise --num-kv-blocks")
     wanted = config.max_model_len
     if wanted is None:
-        if room < shape.max_model_len:
+        if room < shape.max_model_len and not quiet:
             log.warning(
                 "the KV pool holds %d tokens (%d blocks of %d): max_model_len is lowered to that from the model's %d; "
                 "raise --kv-cache-memory to %d MiB for all of it",

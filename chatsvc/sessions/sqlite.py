@@ -50,9 +50,15 @@ CREATE INDEX IF NOT EXISTS messages_running ON messages (status) WHERE status = 
 """
 
 
+def check_folder(path: Path) -> None:
+    """Raises: ConfigError. A folder is not made: it is more often a slip of the pen, or a disk that is not there."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--session-store: the folder {path.parent} is not there; make it, or choose another file")
+
+
 class SqliteStore:
     """Args:
-    path: the file; its folder is made when missing.
+    path: the file; its folder has to be there.
     ttl: seconds of life after the last read or write.
     clock: Unix time in seconds.
     """
@@ -139,7 +145,7 @@ class SqliteStore:
 
     def _open(self) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            check_folder(self._path)
             self._lock_fd = _lock(self._path)
             db = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
             try:

@@ -37,8 +37,11 @@ def load_template(files: ModelFiles, tokenizer: Tokenizer, override: Path | None
     if override is not None:
         try:
             sources = {"default": override.read_text(encoding="utf-8")}
-        except (OSError, ValueError) as error:
-            raise ModelError(f"the chat template {override} cannot be read: {error}") from error
+        except OSError as error:
+            why = "is a folder, not a file" if override.is_dir() else f"cannot be read: {error.strerror}"
+            raise ModelError(f"--chat-template {override} {why}") from error
+        except ValueError as error:
+            raise ModelError(f"--chat-template {override} cannot be read: {error}") from error
     else:
         sources = _gguf_sources(files.path) if files.format == "gguf" else _hf_sources(files.path)
     return ChatTemplate(sources, tokenizer) if sources else None

@@ -105,6 +105,20 @@ def test_openapi_names_every_route_and_no_other(server: Server, store: MemorySto
     assert described == offered
 
 
+def test_ready_tells_about_the_store_and_does_not_depend_on_it() -> None:
+    answers = [True]
+    with (
+        Server(store=MemoryStore(60.0), store_answers=lambda: answers[0]) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
+        assert http.get("/ready").json() == {"status": "ready", "store": "ok"}
+        answers[0] = False
+        ready = http.get("/ready")
+        assert ready.status_code == 200 and ready.json() == {"status": "ready", "store": "away"}
+        assert http.options("/v1/sessions").headers["allow"] == "GET, HEAD, POST"
+        assert http.put("/v1/sessions/x").headers["allow"] == "DELETE, GET, HEAD, PATCH"
+
+
 def test_openapi_is_true_about_sessions() -> None:
     with Server(store=MemoryStore(60.0)) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
         assert "/v1/sessions" in http.get("/openapi.json").json()["paths"]

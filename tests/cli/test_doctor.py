@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def test_a_sound_machine(tmp_path: Path) -> None:
-    store = f"sqlite:///{tmp_path}/new/chats.db"
+    store = f"sqlite:///{tmp_path}/chats.db"
     findings = collect(ServeConfig.of(session_store=store, port=str(free_port())))
     found = levels(findings)
     assert {"software", "processor", "memory", "gpu", "attention", "compiler", "model", "kv cache"} <= set(found)

@@ -1,0 +1,134 @@
+"""How ``chatsvc serve`` ends: by which signals, how fast, and without a word that looks like a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+MAIN = "from chatsvc.cli.main import main; main()"
+HUNG = """
+import time
+from chatsvc.runtime.simulated import SimulatedExecutor
+SimulatedExecutor.run = lambda self, plan: time.sleep(900)  # no signal, no stop() reaches it
+"""
+SLOW_START = """
+import time
+from chatsvc.cli import serve
+build = serve.build
+serve.build = lambda config: (print("building", flush=True), time.sleep(900))
+"""
+
+
+class Serve:
+    def __init__(self, folder: Path, before: str = "", *flags: str) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CHATSVC_")}
+        command = [sys.executable, "-c", before + MAIN, "serve", "--executor", "simulated", "--port", "0", *flags]
+        self.out = folder / "out"
+        with self.out.open("wb") as out:
+            self.process = subprocess.Popen(command, env=env, cwd=folder, stdout=out, stderr=out)
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def until(self, pattern: str) -> re.Match[str]:
+        end = time.monotonic() + 60
+        while not (found := re.search(pattern, self.text)):
+            assert time.monotonic() < end and self.process.poll() is None, self.text
+            time.sleep(0.02)
+        return found
+
+    def connect(self) -> socket.socket:
+        port = int(self.until(r"Chat page:\s+http://127\.0\.0\.1:(\d+)/")[1])
+        return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+    def ends(self, *signals: int) -> int:
+        for i, sig in enumerate(signals):
+            if i:  # two at once would be one
+                self.until("draining")
+            self.process.send_signal(sig)
+        status = self.process.wait(30)
+        assert "Traceback" not in self.text and "Error" not in self.text, self.text
+        return status
+
+
+@pytest.fixture
+def started() -> Iterator[list[Serve]]:
+    servers: list[Serve] = []
+    yield servers
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def ask(sock: socket.socket, path: str, body: object) -> None:
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    sock.sendall(head.encode() + raw)
+
+
+def test_a_first_signal_waits_for_answers_and_not_for_half_a_body(tmp_path: Path, started: list[Serve]) -> None:
+    server = Serve(tmp_path, "", "--simulated-step-ms", "20")
+    started.append(server)
+    with server.connect() as stream, server.connect() as half, server.connect():
+        ask(stream, "/v1/completions", {"prompt": "hi", "max_tokens": 60, "ignore_eos": True, "stream": True})
+        assert stream.recv(300).startswith(b"HTTP/1.1 200")
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{")
+        server.process.send_signal(signal.SIGTERM)
+        refused = half.recv(2000)
+        refused += half.recv(2000)
+        assert refused.startswith(b"HTTP/1.1 503") and b'"error"' in refused
+        text = b""
+        while piece := stream.recv(65536):
+            text += piece
+        assert b"[DONE]" in text
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.text and "ERROR" not in server.text, server.text
+    assert "server process" not in server.text and "ended" in server.text
+
+
+def test_a_second_signal_ends_at_once_and_keeps_what_was_said(tmp_path: Path, started: list[Serve]) -> None:
+    server = Serve(tmp_path, "", "--simulated-step-ms", "50", "--drain-timeout", "600")
+    started.append(server)
+    with server.connect() as stream, server.connect() as half:
+        url = f"http://127.0.0.1:{stream.getpeername()[1]}/v1/sessions"
+        session = httpx.post(url, json={}, trust_env=False).json()["id"]
+        ask(stream, f"/v1/sessions/{session}/messages", {"content": "hi", "ignore_eos": True})
+        assert stream.recv(300).startswith(b"HTTP/1.1 200")
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{")
+        assert server.ends(signal.SIGINT, signal.SIGINT) == 128 + signal.SIGINT
+    with contextlib.closing(sqlite3.connect(tmp_path / "chatsvc.db")) as db:
+        assert [row[0] for row in db.execute("SELECT status FROM messages ORDER BY seq")] == ["done", "interrupted"]
+
+
+def test_a_hung_step_does_not_hold_the_second_signal(tmp_path: Path, started: list[Serve]) -> None:
+    server = Serve(tmp_path, HUNG, "--drain-timeout", "600")
+    started.append(server)
+    with server.connect() as sock:
+        ask(sock, "/v1/completions", {"prompt": "hi", "stream": True})
+        assert sock.recv(300).startswith(b"HTTP/1.1 200")
+        assert server.ends(signal.SIGTERM, signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_it_loads(tmp_path: Path, started: list[Serve]) -> None:
+    server = Serve(tmp_path, SLOW_START)
+    started.append(server)
+    server.until("building")
+    assert server.ends(signal.SIGTERM) == 0
+    assert "SIGTERM while the model is loading" in server.text

@@ -1,0 +1,75 @@
+"""What a start refuses, and what it only remarks on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from chatsvc.cli.remarks import is_loopback, remarks
+from chatsvc.cli.serve import command
+from chatsvc.config import ServeConfig
+from chatsvc.engine.build import build
+from chatsvc.errors import ConfigError, ModelError
+from chatsvc.sessions.select import open_store
+
+
+def said(environ: dict[str, str] | None = None, **options: str) -> list[str]:
+    return list(remarks(ServeConfig.of(**options), environ or {}))
+
+
+def test_a_variable_that_nobody_reads_is_named_with_the_closest() -> None:
+    found = said({"CHATSVC_MAX_QUEUES": "3", "CHATSVC_PORT": "1", "CHATSVC_URL": "x", "PATH": "/", "CHATSVC_XYZZY": ""})
+    assert len(found) == 2
+    assert "CHATSVC_MAX_QUEUES is unknown" in found[0] and "(--max-queue)" in found[0]
+    assert "CHATSVC_XYZZY" in found[1] and "--" not in found[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
+    + [(h, False) for h in ("0.0.0.0", "::", "10.0.0.1", "my-machine")],
+)
+def test_an_open_door_is_one_line(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
+    assert len(said(host=host)) == (0 if local else 1)
+
+
+def test_help_shows_times_as_one_writes_them() -> None:
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert "[30d]" in text and "[60s]" in text and "e+06" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_memory": "10TiB"}, "lower --kv-cache-memory"),
+        ({"num_kv_blocks": "99999999"}, "lower --num-kv-blocks"),
+    ],
+)
+def test_a_pool_larger_than_the_memory_is_refused_before_anything_is_loaded(
+    options: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(ServeConfig.of(**options))
+
+
+def test_the_early_look_at_the_pool_does_not_log_what_the_load_will_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    build(ServeConfig.of(num_kv_blocks="10"))
+    assert "lowered" not in caplog.text
+
+
+def test_a_folder_as_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is a folder, not a file") as caught:
+        build(ServeConfig.of(chat_template=str(tmp_path)))
+    assert "Errno" not in str(caught.value)
+
+
+async def test_a_session_file_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path}/nope/x.db", 60)
+    with pytest.raises(ConfigError, match=r"the folder .*nope is not there"):
+        await store.open()
+    assert list(tmp_path.iterdir()) == []
