@@ -60,7 +60,7 @@ class Setup:
     watermark: int | None = None
     host_blocks: int = 0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    backend: str = "torch"
+    backend: str = "auto"  # what people get: on a CPU with a compiler the compiled kernels
     tokens: int = 64
     chats: list[dict[str, Any]] = field(default_factory=lambda: CHATS)
 

@@ -68,8 +68,9 @@ async def test_a_pool_that_holds_one_long_chat() -> None:
         await rig.at_once()
 
 
-async def test_without_prefix_cache() -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+async def test_without_prefix_cache(backend: str) -> None:
     chats = [c for c in CHATS if c["name"].startswith(("short", "multi", "unicode"))]
-    async with Rig(Setup(prefix_caching=False, budget=64, chats=chats)) as rig:
+    async with Rig(Setup(prefix_caching=False, budget=64, chats=chats, backend=backend)) as rig:
         for generation in await rig.at_once():
             assert generation.num_cached_tokens == 0
