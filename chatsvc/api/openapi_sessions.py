@@ -8,7 +8,7 @@ from pydantic import Field
 
 from chatsvc.api.answers_schema import ChatChunk, Shape, Usage
 from chatsvc.api.openapi import GENERATING, PLAIN, Operation
-from chatsvc.api.sessions import ForkRequest, MessageRequest, SessionRequest, TurnFields
+from chatsvc.api.sessions_schema import ForkRequest, MessageRequest, SessionRequest, TurnFields
 
 MISSING = {404: "There is no such session or message, or it is not the caller's"}
 STORE = {503: "The session store cannot answer; Retry-After says when to come back"}

@@ -10,20 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from chatsvc.api.body import read_model
-from chatsvc.api.chat import require_ready
+from chatsvc.api.chat import check_model, require_ready
 from chatsvc.api.errors import describe
 from chatsvc.api.middleware import request_info
 from chatsvc.api.sampling import refuse_hopeless, room_for, sampling_params
-from chatsvc.api.schema import Body, SamplingFields
 from chatsvc.api.services import Services
+from chatsvc.api.sessions_schema import (
+    FORK_SWALLOWED,
+    SESSION_SWALLOWED,
+    TURN_SWALLOWED,
+    ForkRequest,
+    MessageRequest,
+    SessionRequest,
+    TurnFields,
+)
 from chatsvc.api.sse import EventStream
 from chatsvc.api.turns import Key, Turn, TurnRunning, Turns
 from chatsvc.api.unsupported import refuse_unsupported
@@ -36,40 +43,6 @@ ROOT = "root"
 LIST_LIMIT = 50
 LIST_MAX = 200
 
-Title = Annotated[str, Field(max_length=200)]
-System = Annotated[str, Field(max_length=256 * 1024)]
-
-
-class SessionRequest(Body):
-    """``POST /v1/sessions`` and ``PATCH /v1/sessions/{id}``. A field that is absent or null stays as it is."""
-
-    title: Title | None = None
-    system: System | None = Field(None, description="the system prompt of every turn")
-
-
-class TurnFields(SamplingFields):
-    """What a turn may say about sampling. A turn has one answer: ``n`` is 1."""
-
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-
-
-class MessageRequest(TurnFields):
-    """``POST /v1/sessions/{id}/messages``."""
-
-    content: Annotated[str, Field(min_length=1)]
-    parent_id: str | None = Field(
-        None,
-        description="the answer that this message follows; default: the newest message. Another one makes a branch "
-        "(to edit a message, give its own parent_id); 'root' starts the conversation anew",
-    )
-
-
-class ForkRequest(Body):
-    """``POST /v1/sessions/{id}/fork``."""
-
-    message_id: str = Field(description="the last message that the new session has")
-    title: Title | None = Field(None, description="default: this session's")
-
 
 class Sessions:
     """The handlers. Each is called with the request and the caller's key (tenant, session id)."""
@@ -81,6 +54,7 @@ class Sessions:
 
     async def create(self, request: Request) -> Response:
         body = await read_model(request, self._services, SessionRequest)
+        refuse_unsupported(body.model_extra, SESSION_SWALLOWED)
         now = time.time()
         tenant = request_info(request).tenant
         session = Session(new_id("sess"), tenant, body.title or "", body.system or "", now, now)
@@ -100,6 +74,7 @@ class Sessions:
     async def patch(self, request: Request) -> Response:
         key = _key(request)
         body = await read_model(request, self._services, SessionRequest)
+        refuse_unsupported(body.model_extra, SESSION_SWALLOWED)
         session = await self._store.patch(*key, title=body.title, system=body.system)
         if session is None:
             raise _no_session()
@@ -126,6 +101,7 @@ class Sessions:
         key = _key(request)
         require_ready(self._services)
         body = await read_model(request, self._services, MessageRequest)
+        self._check(body)
         async with self._turns.lock(key):
             session = await self._ready_session(key)
             parent = _parent(session, body.parent_id)
@@ -138,6 +114,7 @@ class Sessions:
         key = _key(request)
         require_ready(self._services)
         body = await read_model(request, self._services, TurnFields)
+        self._check(body)
         async with self._turns.lock(key):
             session = await self._ready_session(key)
             path = _path(session, request.path_params["mid"])
@@ -149,18 +126,19 @@ class Sessions:
 
     async def stream(self, request: Request) -> Response:
         key = _key(request)
-        turn = self._turns.get(key)
-        cursor = None if turn is None else _cursor(request, turn)
-        if turn is not None and (turn.running or cursor is not None):
-            return self._stream(turn, cursor or 0)
+        turn = self._turns.running(key)
+        if turn is not None:
+            return self._stream(turn, _cursor(request, turn))
         await self._session(key)
         return Response(status_code=204)
 
     async def fork(self, request: Request) -> Response:
         key = _key(request)
         body = await read_model(request, self._services, ForkRequest)
+        refuse_unsupported(body.model_extra, FORK_SWALLOWED)
         session = await self._session(key)
         path = _path(session, body.message_id, param="message_id")
+        _require_answer(path[-1], "message_id")
         if path[-1].status == "running":
             raise Conflict("This message is still being written", param="message_id")
         copies: list[Message] = []
@@ -190,16 +168,24 @@ class Sessions:
                 raise TurnRunning(message.id)
         return session
 
+    def _check(self, body: TurnFields) -> None:
+        """Before anything is touched: a request that is wrong must not end a running turn.
+
+        Raises: NotFound (another model), InvalidRequest.
+        """
+        check_model(body.model, self._services)
+        if body.n not in (None, 1):
+            raise InvalidRequest("n: a turn of a session has one answer", param="n")
+        extra = body.model_extra or {}
+        if extra.get("stream") is False:
+            raise InvalidRequest("stream: a turn is always streamed; the session has the whole text", param="stream")
+        refuse_unsupported(extra)
+        refuse_unsupported(extra, TURN_SWALLOWED)
+
     async def _start(
         self, request: Request, session: Session, new: list[Message], path: list[Message], body: TurnFields
     ) -> Turn:
         services = self._services
-        if body.n not in (None, 1):
-            raise InvalidRequest("n: a turn of a session has one answer", param="n")
-        refuse_unsupported(body.model_extra)
-        for name in ("best_of", "use_beam_search"):
-            if (body.model_extra or {}).get(name) not in (None, False, 1):
-                raise InvalidRequest(f"{name}: a turn of a session has one answer", param=name)
         ids = await self._prompt(session, path)
         newer = body.max_completion_tokens is not None
         max_tokens = room_for(
@@ -309,17 +295,26 @@ def _message(parent_id: str | None, role: str, content: str) -> Message:
 
 
 def _parent(session: Session, asked: str | None) -> str | None:
-    """The answer that a new user message follows."""
-    if asked == ROOT:
+    """The answer that a new user message follows; None: it is a root."""
+    if asked == ROOT or (asked is None and not session.messages):
         return None
     if asked is None:
-        return session.messages[-1].id if session.messages else None
-    for message in session.messages:
-        if message.id == asked:
-            if message.role != "assistant":
-                raise InvalidRequest("parent_id: has to be an answer, not a user's message", param="parent_id")
-            return asked
-    raise InvalidRequest("parent_id: there is no such message in this session", param="parent_id")
+        parent = session.messages[-1]
+    else:
+        found = next((m for m in session.messages if m.id == asked), None)
+        if found is None:
+            raise InvalidRequest("parent_id: there is no such message in this session", param="parent_id")
+        parent = found
+    _require_answer(parent, "parent_id")
+    return parent.id
+
+
+def _require_answer(message: Message, param: str) -> None:
+    """Users and answers take turns: nothing but an answer is followed by a user's message."""
+    if message.role != "assistant":
+        raise InvalidRequest(
+            f"{param}: has to be an answer, not a user's message (which POST .../regenerate would answer)", param=param
+        )
 
 
 def _path(session: Session, leaf: str | None, param: str | None = None) -> list[Message]:
@@ -335,12 +330,12 @@ def _path(session: Session, leaf: str | None, param: str | None = None) -> list[
     return path[::-1]
 
 
-def _cursor(request: Request, turn: Turn) -> int | None:
-    """Tokens that ``Last-Event-ID`` says its reader has seen of this turn; None when it names another or none."""
+def _cursor(request: Request, turn: Turn) -> int:
+    """Tokens that ``Last-Event-ID`` says its reader has seen of this turn; 0 when it names another or none."""
     turn_id, _, rest = request.headers.get("last-event-id", "").partition(":")
     choice, _, tokens = rest.partition(":")
     if turn_id != turn.id or choice != "0" or not (tokens.isascii() and tokens.isdecimal() and len(tokens) < 10):
-        return None
+        return 0
     return int(tokens)
 
 

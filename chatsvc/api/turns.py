@@ -98,10 +98,6 @@ class Turns:
             lock = self._locks[key] = asyncio.Lock()
         return lock
 
-    def get(self, key: Key) -> Turn | None:
-        """The session's running turn, or the one that ended a short while ago."""
-        return self._turns.get(key)
-
     def running(self, key: Key) -> Turn | None:
         """The session's running turn."""
         turn = self._turns.get(key)
@@ -187,7 +183,10 @@ class Turns:
     # -- the end of a turn -------------------------------------------------------------------------------------
 
     def _watch(self, turn: Turn) -> None:
-        """With no reader: cancel after the grace time; an ended turn can be re-read for as long, then it is dropped."""
+        """With no reader: cancel after the grace time. A turn that is over is forgotten: the store has it."""
+        if not turn.running:
+            self._forget(turn)
+            return
         if turn.readers or self._closing:
             return
         if turn.grace is not None:
@@ -196,12 +195,8 @@ class Turns:
 
     def _grace_over(self, turn: Turn) -> None:
         turn.grace = None
-        if turn.readers:
-            return
-        if turn.running:
-            turn.end("cancelled")  # when it is saved, the clock starts again
-        else:
-            self._forget(turn)
+        if not turn.readers:
+            turn.end("cancelled")
 
     def _forget(self, turn: Turn) -> None:
         if turn.grace is not None:

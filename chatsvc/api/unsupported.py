@@ -69,11 +69,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(extra: Mapping[str, Any] | None) -> None:
+def refuse_unsupported(extra: Mapping[str, Any] | None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
     """Raise for the first field of ``extra`` that asks for something not offered.
 
     Args:
         extra: the body's fields that the schema does not know.
+        neutral: the table of fields.
 
     Raises:
         InvalidRequest: naming the field.
@@ -81,7 +82,9 @@ def refuse_unsupported(extra: Mapping[str, Any] | None) -> None:
     for name, value in (extra or {}).items():
         if value is None:
             continue
-        if name in NEUTRAL and not any(type(value) is type(v) and value == v for v in NEUTRAL[name]):
+        if name in neutral and not any(type(value) is type(v) and value == v for v in neutral[name]):
             raise InvalidRequest(
-                f"{name}: this is not supported by this server", param=name, code="unsupported_parameter"
+                f"{name}: this is not supported {'by this server' if neutral is NEUTRAL else 'here'}",
+                param=name,
+                code="unsupported_parameter",
             )

@@ -68,7 +68,7 @@ async def test_sqlite_survives_kill_9(tmp_path: Path) -> None:
 
 
 async def test_sqlite_file_belongs_to_one_process(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "s.db"
+    path = tmp_path / "s.db"
     first, second = SqliteStore(path, 60), SqliteStore(path, 60)
     await first.open()
     with pytest.raises(ConfigError, match=r"redis://"):
