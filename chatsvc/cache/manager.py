@@ -16,11 +16,14 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 
 from chatsvc.cache.block import Block
 from chatsvc.cache.host import HostTier, Swapped
 from chatsvc.cache.index import ROOT_ID, PrefixIndex
 from chatsvc.cache.pool import BlockPool, CacheEvent
+
+_id_of = attrgetter("id")
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class BlockTable:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return tuple(b.id for b in self.blocks)
+        return tuple(map(_id_of, self.blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +183,11 @@ class BlockManager:
 
         A shared block that will be written is replaced by a private one, and the copy is recorded (copy on write).
         """
+        shared = self._shared_at(table, num_tokens, computed)
+        if match is None and shared is None and num_tokens <= len(table.blocks) * self.block_size:
+            return True  # the usual decode step
         if self.missing(table, num_tokens, match, computed) > self.pool.num_available:
             return False
-        shared = self._shared_at(table, num_tokens, computed)
         if shared is not None:
             old, new = table.blocks[shared], self._take()
             table.blocks[shared] = new

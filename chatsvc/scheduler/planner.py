@@ -228,8 +228,10 @@ class Planner:
         start, end = seq.num_computed, seq.num_computed + n
         seq.num_scheduled = end
         settled = len(seq.table.content_ids) * self.manager.block_size
-        self.manager.store_full(seq.table, seq.tokens, end)
-        if end < len(seq.tokens):
+        if end >= settled + self.manager.block_size:
+            self.manager.store_full(seq.table, seq.tokens, end)
+        done = end == len(seq.tokens)
+        if not done:
             digest = self.manager.next_digest(seq.table, seq.tokens, end)
             if digest is not None:
                 claimed.add(digest)
@@ -239,19 +241,19 @@ class Planner:
             start=start,
             block_table=seq.table.ids[: self.manager.blocks_for(end)],
             write_from=max(start, min(settled, end)),
-            sampling=self._sampling(seq) if end == len(seq.tokens) else None,
-            forks=self._forks(seq) if end == len(seq.tokens) else (),
+            sampling=self._sampling(seq) if done else None,
+            forks=self._forks(seq) if done else (),
         )
 
     def _forks(self, seq: Sequence) -> tuple[tuple[int, SamplingRow], ...]:
-        if seq.group is not None:
+        if seq.group is not None or not self.queues.forking:
             return ()
         return tuple((s.seq_id, self._sampling(s)) for s in self.queues.forking.get(seq.seq_id, ()))
 
     def _sampling(self, seq: Sequence) -> SamplingRow:
         p = seq.request.params
         forbidden: tuple[int, ...] = ()
-        if seq.num_output < p.min_tokens:
+        if p.min_tokens and seq.num_output < p.min_tokens:
             ends = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | self.config.eos_token_ids
             forbidden = tuple(sorted(ends))
         penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
