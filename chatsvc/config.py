@@ -65,6 +65,9 @@ class ServeConfig(BaseModel):
     disk_cache_size: ByteSize = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field("auto", "Memory", "auto: as --dtype")
     prefix_caching: bool = _field(True, "Memory", "share KV blocks between equal prefixes")
+    keep_shared_prefixes: Seconds = _field(
+        0.0, "Memory", "prefixes shared by many requests stay that long after their last use, e.g. 1h; 0: as all others"
+    )
     cache_secret: str | None = _field(None, "Memory", "secret of the prefix hashes [random per process]")
 
     max_num_seqs: int = _field(64, "Scheduling", "sequences that run at a time", ge=1)

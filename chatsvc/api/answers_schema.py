@@ -209,6 +209,7 @@ class Block(Shape):
     id: int
     state: str
     ref_count: int
+    hits: int
     hash: str | None
     owners: list[str]
 

@@ -37,15 +37,16 @@ class Block:
     """One block of the pool. ``prev``/``next`` belong to the list in which it stands.
 
     ``last_use`` is the pool's clock when a table last gave it up with its content, 0 before that: then only whoever
-    computed it has read it, and may yet find that it is no good.
+    computed it has read it, and may yet find that it is no good. ``hits`` is how many requests found the content.
     """
 
-    __slots__ = ("content", "id", "last_use", "next", "prev", "ref_count")
+    __slots__ = ("content", "hits", "id", "last_use", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
         self.last_use = 0
+        self.hits = 0
         self.content: Content | None = None
         self.prev: Block | None = None
         self.next: Block | None = None

@@ -21,6 +21,7 @@ from operator import attrgetter
 from chatsvc.cache.block import Block
 from chatsvc.cache.host import HostTier, Swapped
 from chatsvc.cache.index import ROOT_ID, PrefixIndex
+from chatsvc.cache.kept import KeptList
 from chatsvc.cache.pool import BlockPool, CacheEvent
 
 _id_of = attrgetter("id")
@@ -76,6 +77,7 @@ class BlockManager:
     """Args:
     prefix_caching: equal prefixes share blocks.
     num_host_blocks: size of the host tier; 0: none.
+    keep_shared: seconds that prefixes which many requests share are kept after their last use, 0: like all others.
     """
 
     def __init__(
@@ -86,11 +88,13 @@ class BlockManager:
         prefix_caching: bool = True,
         secret: bytes = b"",
         num_host_blocks: int = 0,
+        keep_shared: float = 0.0,
     ) -> None:
         ids = count(ROOT_ID + 1)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks, PrefixIndex(secret, ids))
+        kept = KeptList(num_blocks, keep_shared) if keep_shared else None
+        self.pool = BlockPool(num_blocks, PrefixIndex(secret, ids), kept)
         self.host = HostTier(num_host_blocks, PrefixIndex(secret, ids)) if num_host_blocks else None
         if self.host is not None:
             self.pool.on_evict = self.host.keep
@@ -221,6 +225,7 @@ class BlockManager:
                 self.pool.store(device, c.digest, c.parent_id, c.tokens, c.extra, c.content_id)
                 self._stored.append(device)
                 block = device
+            block.hits += 1
             table.blocks.append(block)
         if match.tail is not None and self.host is not None:
             device = self._take()

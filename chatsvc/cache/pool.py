@@ -25,16 +25,19 @@ class CacheEvent:
 
 
 class BlockPool:
-    """Blocks 1..num_blocks; block 0 is the null block, never handed out and not counted."""
+    """Blocks 1..num_blocks; block 0 is the null block, never handed out and not counted.
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    ``cached`` holds the cached blocks and says which is evicted next (default: the least recently used).
+    """
+
+    def __init__(self, num_blocks: int, index: PrefixIndex, cached: BlockList | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
         self.index = index
         self.blocks = [Block(i) for i in range(num_blocks + 1)]
         self._blank = BlockList()
-        self._cached = BlockList()
+        self._cached = BlockList() if cached is None else cached
         for block in self.blocks[1:]:
             self._blank.append(block)
         self.evictions = 0
@@ -116,7 +119,7 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         content = self.index.remove(block)
-        block.last_use = 0
+        block.last_use = block.hits = 0
         self._event(CacheEvent("removed", block.id, content.content_id, content.parent_id, content.digest))
 
     def _event(self, event: CacheEvent) -> None:

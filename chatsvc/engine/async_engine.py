@@ -85,9 +85,13 @@ class AsyncEngine:
         """
         capacity = self._capacity = await asyncio.to_thread(self.executor.start)
         c = self.config
-        host = {"num_host_blocks": capacity.num_host_blocks} if capacity.num_host_blocks else {}
+        extra: dict[str, Any] = {}
+        if capacity.num_host_blocks:
+            extra["num_host_blocks"] = capacity.num_host_blocks
+        if c.keep_shared:
+            extra["keep_shared"] = c.keep_shared
         manager = self._make_manager(
-            capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret, **host
+            capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret, **extra
         )
         if c.disk_cache is not None:
             self._persistence = Persistence(c.disk_cache, self.executor, manager, capacity)
@@ -100,7 +104,7 @@ class AsyncEngine:
             max_seconds=c.max_step_seconds,
         )
         watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
-        swap = SwapCosts(c.preemption if host else "recompute", capacity.block_seconds, capacity.token_seconds)
+        swap = SwapCosts(c.preemption if capacity.num_host_blocks else "recompute", capacity.block_seconds, capacity.token_seconds)
         scheduler_config = SchedulerConfig(
             c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids, swap, c.policy, c.prefill_share
         )

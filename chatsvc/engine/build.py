@@ -82,6 +82,7 @@ def build(config: ServeConfig) -> Built:
         disk_cache=_disk_cache(config, files),
         policy=config.policy,
         prefill_share=config.prefill_share,
+        keep_shared=config.keep_shared_prefixes,
     )
     return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, template, files)
 

@@ -38,3 +38,4 @@ class EngineConfig:
     disk_cache: DiskCache | None = None
     policy: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
     prefill_share: float = 1.0
+    keep_shared: float = 0.0

@@ -51,6 +51,7 @@ class KVView:
                 "id": block.id,
                 "state": state,
                 "ref_count": block.ref_count,
+                "hits": block.hits,
                 "hash": block.content.digest.hex() if block.content else None,
                 "owners": owners.get(block.id, []),
             }

@@ -229,7 +229,7 @@ class ScriptedEngine:
 
     def kv_snapshot(self) -> dict[str, Any]:
         blocks = [
-            {"id": i, "state": "free", "ref_count": 0, "hash": None, "owners": []}
+            {"id": i, "state": "free", "ref_count": 0, "hits": 0, "hash": None, "owners": []}
             for i in range(1, self.capacity.num_blocks + 1)
         ]
         return {"block_size": self.block_size, "blocks": blocks, "sequences": []}

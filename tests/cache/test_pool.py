@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from chatsvc.cache.block import Block, BlockList
 from chatsvc.cache.index import PrefixIndex, encode_extra
+from chatsvc.cache.kept import SHARED_HITS, KeptList
 from chatsvc.cache.pool import BlockPool
 
 N = 6
@@ -131,3 +132,39 @@ def test_extra_keys_never_encode_alike() -> None:
 def test_a_pool_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BlockPool(0, PrefixIndex(b""))
+
+
+def test_shared_prefixes_outlive_passing_traffic_for_a_time() -> None:
+    now = [0.0]
+    kept = KeptList(8, 60.0, lambda: now[0])
+    pool = BlockPool(8, PrefixIndex(b""), kept)
+
+    def cached(key: int, hits: int) -> Block:
+        block = pool.take()
+        pool.store(block, bytes([key]), 0, bytes([key]), b"")
+        block.hits = hits
+        pool.unref(block)
+        pool.check_integrity()
+        return block
+
+    shared = [cached(i, SHARED_HITS) for i in range(2)]
+    for i in range(30):  # traffic that would push anything out of a pool of eight
+        cached(10 + i, 0)
+    assert all(b.content is not None and b.content.digest == bytes([i]) for i, b in enumerate(shared))
+    now[0] = 61.0
+    for i in range(8):
+        cached(100 + i, 0)
+    assert pool.index.find(bytes([0]), 0, bytes([0]), b"") is None, "its time is over"
+    assert all(b.hits == 0 for b in shared)
+
+
+def test_at_most_half_of_the_pool_is_kept_and_a_full_pool_still_evicts() -> None:
+    pool = BlockPool(4, PrefixIndex(b""), KeptList(4, 60.0, lambda: 0.0))
+    for key in range(4):
+        block = pool.take()
+        pool.store(block, bytes([key]), 0, bytes([key]), b"")
+        block.hits = SHARED_HITS
+        pool.unref(block)
+    taken = [pool.take() for _ in range(4)]  # the two that are not kept first, then, nothing else being there, the kept
+    assert [b.id for b in taken] == [3, 4, 1, 2]
+    pool.check_integrity()

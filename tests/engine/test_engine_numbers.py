@@ -165,7 +165,7 @@ def check_snapshot(snapshot: dict[str, Any], usable: int) -> None:
         for block in seq["block_table"]:
             owners[block].append(seq["id"])
     for i, block in blocks.items():
-        assert set(block) == {"id", "state", "ref_count", "hash", "owners"}
+        assert set(block) == {"id", "state", "ref_count", "hits", "hash", "owners"}
         assert block["ref_count"] == len(block["owners"]) and sorted(block["owners"]) == sorted(owners[i])
         want = "used" if block["owners"] else "cached" if block["hash"] else "free"
         assert block["state"] == want
