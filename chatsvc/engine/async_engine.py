@@ -104,7 +104,9 @@ class AsyncEngine:
             max_seconds=c.max_step_seconds,
         )
         watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
-        swap = SwapCosts(c.preemption if capacity.num_host_blocks else "recompute", capacity.block_seconds, capacity.token_seconds)
+        swap = SwapCosts(
+            c.preemption if capacity.num_host_blocks else "recompute", capacity.block_seconds, capacity.token_seconds
+        )
         scheduler_config = SchedulerConfig(
             c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids, swap, c.policy, c.prefill_share
         )
