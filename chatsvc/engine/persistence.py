@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 8 * 2**20  # read between two steps: about two milliseconds of copying
+CHUNK_BYTES = 4 * 2**20  # read between two steps: about a millisecond of copying
 CHUNK_BLOCKS = 256
+BYTES_PER_SECOND = 4 * 2**20  # written on average at most, for the disk's sake: every save writes the file anew
+PAUSE = 2.0  # copying and writing take processor time from the steps: a save among requests works a third of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class DiskCache:
     folder: where the files are; made when it is missing, for this user alone.
     max_bytes: size of this model's file.
     fingerprint: of the model; called once, off the loop.
-    interval: seconds between two saves.
+    interval: seconds between two saves, longer for files over 240 MiB.
     restore_seconds, final_seconds: limits of the restore at the start and of the save at the end.
     """
 
@@ -49,7 +51,7 @@ class DiskCache:
     fingerprint: Callable[[], str]
     interval: float = 60.0
     restore_seconds: float = 10.0
-    final_seconds: float = 10.0
+    final_seconds: float = 20.0
 
     def prepare(self) -> None:
         """Raises: ConfigError when the folder cannot be used."""
@@ -141,9 +143,10 @@ class Persistence:
     # -- save --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Save now and then, until cancelled."""
+        """Save now and then, until cancelled; a large file less often than a small one."""
         while True:
-            await asyncio.sleep(self._config.interval)
+            size = len(self._saved) * self._capacity.block_bytes
+            await asyncio.sleep(max(self._config.interval, size / BYTES_PER_SECOND))
             await self.save()
 
     async def stop(self, *, save: bool = True) -> None:
@@ -166,7 +169,6 @@ class Persistence:
         if identity is None:
             return 0
         began = time.perf_counter()
-        writer: DiskWriter | None = None
         try:
             found: list[Candidate] = []
             for some in candidates(self._manager):
@@ -177,23 +179,30 @@ class Persistence:
             if not chosen or {c.content_id for c in chosen} == self._saved:
                 return 0
             writer = await self._off(DiskWriter, self._config.folder, identity)
-            written = await self._write(writer, identity, chosen)
-            await self._off(writer.commit)
+            try:
+                written = await self._write(writer, identity, chosen, 0.0 if self._stopped else PAUSE)
+                if not written:
+                    return 0
+                await self._off(writer.commit)
+            finally:
+                # On the writer's own thread, which may be writing at this moment if we were cancelled.
+                gone = asyncio.wrap_future(self._thread.submit(writer.abort))
+                await asyncio.wait([gone], timeout=1)
         except Exception as e:
             log.warning("disk cache: not saved: %s: %s", type(e).__name__, e)
             return 0
-        finally:
-            if writer is not None:  # on the writer's own thread: it may be writing at this moment
-                self._thread.submit(writer.abort)
         self._saved = frozenset(written)
         log.info("disk cache: %d blocks saved in %.2f s", len(written), time.perf_counter() - began)
         return len(written)
 
-    async def _write(self, writer: DiskWriter, identity: Identity, chosen: list[Content]) -> dict[int, int]:
-        """Content ids that are in the file, with their index in it."""
+    async def _write(
+        self, writer: DiskWriter, identity: Identity, chosen: list[Content], pause: float
+    ) -> dict[int, int]:
+        """Content ids that are in the file, with their index in it. ``pause``: rest after work, as a share of it."""
         step = max(1, min(CHUNK_BLOCKS, CHUNK_BYTES // max(1, identity.block_bytes)))
         written: dict[int, int] = {}
         for at in range(0, len(chosen), step):
+            began = time.perf_counter()
             some = chosen[at : at + step]
             data = await self._read(some, identity.block_bytes)
             records = []
@@ -204,6 +213,7 @@ class Persistence:
                     kv = data[content.content_id]
                     records.append(Record(index, parent, content.tokens, content.extra, kv))
             await self._off(writer.add, records)
+            await asyncio.sleep(pause * (time.perf_counter() - began))
         return written
 
     async def _read(self, contents: list[Content], size: int) -> dict[int, memoryview]:
