@@ -17,6 +17,13 @@ TURN = GENERATING | MISSING | {409: "A turn is running and being read; error.tur
 STREAM_NOTE = "Events have the id turn:choice:tokens; the last one is [DONE]"
 
 
+class Timing(Shape):
+    """How fast an answer was; null when there was no first or no second token."""
+
+    first_token_seconds: float | None
+    tokens_per_second: float | None
+
+
 class MessageCard(Shape):
     """A message of a session."""
 
@@ -25,7 +32,9 @@ class MessageCard(Shape):
     role: Literal["user", "assistant"]
     content: str
     status: Literal["running", "done", "cancelled", "failed", "interrupted"]
+    finish_reason: Literal["stop", "length"] | None
     usage: Usage | None
+    timing: Timing | None
     created_at: int
 
 

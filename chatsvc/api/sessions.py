@@ -274,7 +274,9 @@ def public(session: Session, *, messages: bool = True) -> dict[str, Any]:
                 "role": m.role,
                 "content": m.content,
                 "status": m.status,
+                "finish_reason": m.finish_reason,
                 "usage": m.usage,
+                "timing": m.timing,
                 "created_at": int(m.created_at),
             }
             for m in session.messages

@@ -259,12 +259,17 @@ class Turns:
     def message(self, turn: Turn, *, final: bool = False) -> Message:
         """The answer as it is now: text and ids so far, and at the end its status and usage."""
         choice = turn.generation.logs[0]
+        reason = choice.finish_reason
         return replace(
             turn.answer,
             content=choice.text,
             status=self._status(turn) if final else "running",
             token_ids=self._prompt_ids(turn),
             usage=usage([turn.generation]) if final else None,
+            finish_reason=("length" if reason == "length" else "stop")
+            if final and reason in ("stop", "length")
+            else None,
+            timing=timing(turn.generation) if final else None,
         )
 
     def _status(self, turn: Turn) -> Status:
@@ -333,6 +338,17 @@ class Turns:
             return
         counts = dumps(usage([turn.generation]))
         yield f'data: {head},"choices":[],"usage":{counts}}}\n\n'.encode() + DONE
+
+
+def timing(generation: Generation) -> dict[str, float | None]:
+    """When the first token came, in seconds since the request, and how many a second came after it."""
+    at, tokens = generation.timings, generation.num_output_tokens
+    first = None if at.first_token is None else at.first_token - at.arrival
+    span = 0.0 if at.first_token is None or at.finished is None else at.finished - at.first_token
+    return {
+        "first_token_seconds": None if first is None else round(first, 4),
+        "tokens_per_second": round((tokens - 1) / span, 2) if span > 0 and tokens > 1 else None,
+    }
 
 
 def _chunk(turn: Turn, head: str, delta: Delta, text: str, first: bool, tail: bool) -> str:

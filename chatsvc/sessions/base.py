@@ -18,6 +18,8 @@ class Message:
         parent_id: the message it follows, None for the first.
         token_ids: the ids this message's turn added to the prompt (assistant: generated ids). Never shown to clients.
         usage: OpenAI's usage object of an assistant message, else None.
+        finish_reason: of an answer that came to its own end.
+        timing: of an answer: ``first_token_seconds`` since the request, ``tokens_per_second`` after it.
     """
 
     id: str
@@ -28,6 +30,8 @@ class Message:
     usage: dict[str, Any] | None = None
     token_ids: list[int] = field(default_factory=list)
     created_at: float = 0.0
+    finish_reason: Literal["stop", "length"] | None = None
+    timing: dict[str, float | None] | None = None
 
 
 @dataclass(slots=True)

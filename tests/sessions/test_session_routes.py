@@ -51,6 +51,8 @@ async def test_a_session_from_birth_to_death(app: Running) -> None:
     assert (reply["role"], reply["content"], reply["parent_id"]) == ("assistant", answer.text, user["id"])
     assert (reply["status"], reply["usage"]) == ("done", answer.usage)
     assert answer.done and answer.finish == "length" and reply["usage"]["completion_tokens"] == 12
+    assert (user["finish_reason"], user["timing"], reply["finish_reason"]) == (None, None, "length")
+    assert 0 <= reply["timing"]["first_token_seconds"] < 20 and reply["timing"]["tokens_per_second"] > 0
     assert answer.turn_id == reply["id"]
     assert "token_ids" not in reply
     assert (await app.http.delete(f"/v1/sessions/{sid}")).json()["deleted"] is True

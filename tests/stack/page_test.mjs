@@ -8,7 +8,7 @@ const load = (name) => import(pathToFileURL(join(process.argv[2], name)).href);
 const bytes = (text) => new TextEncoder().encode(text);
 const { EventParser, readEvents } = await load("sse.js");
 const { Api, ApiError, ConnectionLost, readAnswer } = await load("api.js");
-const { TurnReader, TurnGone } = await load("turn.js");
+const { TurnReader, TurnGone, whyNotNow } = await load("turn.js");
 const tree = await load("tree.js");
 
 // -- the parser: the same events for every cut ---------------------------------------------------------------------
@@ -123,7 +123,26 @@ const turn = () => {
   assert.equal(seen.join(""), "abcde");
   assert.deepEqual(calls.map((c) => c[2]["Last-Event-ID"]), ["t:0:2", "t:0:2", "t:0:2", "t:0:3"]);
   assert.equal(reader.usage.completion_tokens, 4);
-  assert.ok(reader.timing().first >= 0);
+}
+{
+  const [reader, seen] = turn(); // what is said about it: at once, not after the waiting; and again when it is back
+  const said = [];
+  reader.onLink = (lost) => said.push(lost ? "lost" : "back");
+  reader.sleep = async () => void said.push("waits");
+  answers.push(new TypeError("offline"), stream(chunk("t:0:2", "b", "stop"), END));
+  await reader.run(async () => stream(chunk("t:0:1", "a"), new TypeError("killed")));
+  assert.deepEqual([said, seen.join("")], [["lost", "waits", "waits", "back"], "ab"]);
+}
+{
+  assert.equal(whyNotNow(null), "");
+  const [reader] = turn();
+  assert.match(whyNotNow(reader), /being written/);
+  reader.link(true);
+  assert.match(whyNotNow(reader), /connection .* lost/);
+}
+{
+  const silent = new Response(new ReadableStream({ start: (c) => c.enqueue(bytes(": ping\n\n")) })); // and then nothing
+  await assert.rejects(readEvents(silent, 20).next(), TypeError);
 }
 {
   const [reader] = turn();

@@ -4,7 +4,7 @@ import { Api, ApiError } from "./api.js";
 import { Sidebar } from "./sidebar.js";
 import { Settings } from "./settings.js";
 import { lastLeaf, newestLeaf, pathTo, siblings } from "./tree.js";
-import { TurnGone, TurnReader } from "./turn.js";
+import { TurnGone, TurnReader, whyNotNow } from "./turn.js";
 import { MessageView } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
@@ -14,6 +14,7 @@ const IDEAS = [
   "What should I look at when I buy a used bicycle?",
   "Show me a Python function that finds prime numbers.",
 ];
+const GO_ON = "Please go on where you stopped.";
 const STOP_WAIT = 3000; // ms that a stopped answer may take to end by itself
 
 class Page {
@@ -160,6 +161,11 @@ class Page {
         session = await this.api.session(id);
       } catch (error) {
         if (epoch !== this.epoch) return;
+        if (id === this.session?.id && error.status !== 404) {
+          this.busy(false); // what is shown stays
+          this.views.at(-1)?.fail(error.message, "Try again", () => this.reload());
+          return;
+        }
         this.show(null);
         this.banner(error.status === 404 ? "This conversation is gone." : error.message);
         return;
@@ -196,6 +202,8 @@ class Page {
     const last = this.views.at(-1);
     if (last?.message.status === "failed") {
       last.fail("This answer failed.", "Try again", () => this.redo(last.message));
+    } else if (last?.message.finish_reason === "length") {
+      last.note("This answer was cut at the limit of its length.", "Go on", () => this.send(GO_ON));
     }
     $("empty").hidden = path.length > 0;
     this.showTitle();
@@ -248,7 +256,10 @@ class Page {
 
   submit() {
     const text = $("input").value.trim();
-    if (text && !this.turn) this.send(text);
+    if (!text) return;
+    const why = whyNotNow(this.turn);
+    if (why) this.banner(why);
+    else this.send(text);
   }
 
   async send(text) {
@@ -300,12 +311,13 @@ class Page {
   /** Reads the running turn from its start. */
   async join() {
     const reader = this.reader();
-    reader.whole = false;
     await this.follows(reader, (signal) => this.api.rejoin(reader.sessionId, "", signal), () => this.reload());
   }
 
   reader() {
-    return new TurnReader(this.api, this.session?.id, (item) => item.text && this.answer.append(item.text));
+    const reader = new TurnReader(this.api, this.session?.id, (item) => item.text && this.answer.append(item.text));
+    reader.onLink = (lost) => reader === this.turn && this.banner(lost ? "Connection lost. Trying again…" : "");
+    return reader;
   }
 
   /** Shows an answer while it comes. `retry` is what the button under an error does. */
@@ -328,6 +340,7 @@ class Page {
     }
     if (epoch !== this.epoch) return;
     this.turn = null;
+    this.banner("");
     await this.settle(reader, failed, retry);
   }
 
@@ -341,13 +354,8 @@ class Page {
     if (reader.sessionId) session = await this.api.session(reader.sessionId).catch(() => null);
     if (epoch !== this.epoch) return;
     if (session && !(kept && failed.status)) {
-      const timing = reader.timing();
       this.show(session);
       const last = this.views.at(-1);
-      if (last && timing) {
-        last.timing = timing;
-        last.paintFoot();
-      }
       if (failed && !aborted && last && last.message.status !== "done") {
         last.fail(failed.message, "Try again", () => this.redo(last.message));
         this.toEnd();
@@ -355,7 +363,9 @@ class Page {
       if (last?.message.status === "running") this.joinIfRunning();
     } else if (failed && !aborted) {
       this.answer.update({ status: "failed" });
-      this.answer.fail(failed.message, "Try again", () => this.again(retry), failed.retryAfter);
+      // What the server has begun to answer is not said to it a second time.
+      const way = reader.lastId ? () => this.reload() : () => this.again(retry);
+      this.answer.fail(failed.message, "Try again", way, failed.retryAfter);
       this.busy(false);
       this.toEnd();
     } else {

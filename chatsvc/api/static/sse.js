@@ -74,17 +74,28 @@ export class EventParser {
   }
 }
 
+const SILENCE = 60_000; // ms; the server says something (a comment) every 15 s
+
+/** A connection that is dead without knowing it (a sleeping laptop, another network) counts as broken. */
+function soon(promise, ms) {
+  let timer;
+  const late = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(new TypeError("the connection is silent")), ms);
+  });
+  return Promise.race([promise, late]).finally(() => clearTimeout(timer));
+}
+
 /**
- * The events of a response, as they come.
+ * The events of a response, as they come. Throws TypeError, as a broken connection does, after `silence` ms of silence.
  * @param {Response} response
  * @returns {AsyncGenerator<ServerEvent>}
  */
-export async function* readEvents(response) {
+export async function* readEvents(response, silence = SILENCE) {
   const parser = new EventParser();
   const reader = response.body.getReader();
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await soon(reader.read(), silence);
       yield* done ? parser.end() : parser.push(value);
       if (done) return;
     }

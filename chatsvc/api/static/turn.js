@@ -9,6 +9,13 @@ const LONGEST_WAIT = 8000;
 /** The turn is over, but how it went has to be looked up in the session. */
 export class TurnGone extends Error {}
 
+/** Why a message cannot be sent now, as a sentence; "" when it can. */
+export function whyNotNow(turn) {
+  if (!turn) return "";
+  if (turn.lost) return "Not sent: the connection to the server is lost. Trying again…";
+  return "Not sent: an answer is being written. Wait for its end, or stop it with Esc.";
+}
+
 export class TurnReader {
   /**
    * @param {Api} api
@@ -21,11 +28,15 @@ export class TurnReader {
     this.onNews = onNews;
     this.abort = new AbortController();
     this.lastId = "";
-    this.began = performance.now();
-    this.firstAt = 0;
-    this.lastAt = 0;
     this.usage = null;
-    this.whole = true; // seen from its first token on, so its times mean something
+    this.lost = false;
+    this.onLink = () => {}; // called with true when the connection is lost, with false when it is there again
+  }
+
+  link(lost) {
+    if (lost === this.lost) return;
+    this.lost = lost;
+    this.onLink(lost);
   }
 
   /** @param {(signal: AbortSignal) => Promise<Response|null>} open starts or joins the turn */
@@ -36,12 +47,14 @@ export class TurnReader {
         if (!response) throw new TurnGone();
         for await (const item of readAnswer(response)) {
           tries = 0;
+          this.link(false);
           if (this.take(item)) return;
         }
       } catch (error) {
         if (error.name === "AbortError" || error instanceof TurnGone) throw error;
         const lost = error instanceof ConnectionLost || error instanceof TypeError; // TypeError: fetch's broken body
         if (!lost || ++tries > TRIES) throw lost ? new ConnectionLost() : error;
+        this.link(true);
       }
       response = await this.rejoin(tries);
     }
@@ -51,7 +64,9 @@ export class TurnReader {
     for (;;) {
       await this.sleep(Math.min(LONGEST_WAIT, FIRST_WAIT * 2 ** tries) * (0.75 + Math.random() / 2));
       try {
-        return await this.api.rejoin(this.sessionId, this.lastId, this.abort.signal);
+        const response = await this.api.rejoin(this.sessionId, this.lastId, this.abort.signal);
+        this.link(false);
+        return response;
       } catch (error) {
         const again = error instanceof ApiError && (error.status === 0 || error.status >= 500);
         if (!again || ++tries > TRIES) throw error;
@@ -61,21 +76,9 @@ export class TurnReader {
 
   take(item) {
     if (item.id) this.lastId = item.id;
-    if (item.text) {
-      this.lastAt = performance.now();
-      this.firstAt ||= this.lastAt;
-    }
     this.usage = item.usage || this.usage;
     this.onNews(item);
     return item.done;
-  }
-
-  /** {first: seconds to the first text, rate: tokens per second after it}; null when the start was not seen. */
-  timing() {
-    if (!this.whole || !this.firstAt) return null;
-    const span = (this.lastAt - this.firstAt) / 1000;
-    const tokens = (this.usage?.completion_tokens || 0) - 1;
-    return { first: (this.firstAt - this.began) / 1000, rate: span > 0 && tokens > 0 ? tokens / span : 0 };
   }
 
   stop() {

@@ -54,7 +54,6 @@ export class MessageView {
     this.node.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
     this.body = make("div", "body", this.node);
     this.foot = make("div", "foot", this.node);
-    this.timing = null; // {first, rate}, of an answer that this page has seen running
     this.frame = 0;
     this.problem = null;
     this.paint();
@@ -116,20 +115,29 @@ export class MessageView {
 
   stats(box, status) {
     const said = [];
-    const usage = this.message.usage;
+    const { usage, timing } = this.message;
     if (usage) {
       said.push(count(usage.completion_tokens, "token"));
-      if (this.timing?.rate) said.push(`${this.timing.rate.toFixed(1)} tokens/s`);
-      if (this.timing?.first != null) said.push(`first after ${seconds(this.timing.first)}`);
+      if (timing?.tokens_per_second) said.push(`${timing.tokens_per_second.toFixed(1)} tokens/s`);
+      if (timing?.first_token_seconds != null) said.push(`first after ${seconds(timing.first_token_seconds)}`);
       const cached = usage.prompt_tokens_details?.cached_tokens || 0;
-      said.push(`${cached} of ${count(usage.prompt_tokens, "prompt token")} cached`);
+      said.push(`${cached}/${usage.prompt_tokens} cached`);
+      box.title = `${cached} of ${count(usage.prompt_tokens, "prompt token")} were in the cache`;
     }
-    const words = { cancelled: "stopped", interrupted: "interrupted", failed: "failed" }[status];
+    const cut = this.message.finish_reason === "length" ? "cut at the limit" : "";
+    const words = { cancelled: "stopped", interrupted: "interrupted", failed: "failed" }[status] || cut;
     if (words) {
       make("span", status === "failed" ? "mark" : "", box).textContent = words;
       if (said.length) box.append(" · ");
     }
     box.append(said.join(" · "));
+  }
+
+  /** Something to know under the message, with a way on. */
+  note(text, label, go) {
+    this.fail(text, label, go);
+    this.problem.className = "problem note";
+    this.problem.setAttribute("role", "note");
   }
 
   /** An error under the message, with a way on. `wait` is in seconds: until then the button counts down. */
