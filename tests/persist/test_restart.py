@@ -223,7 +223,12 @@ async def test_every_file_written_under_load_is_right(tmp_path: Path, seed: int,
                 assert answer.tokens == truth(one, len(answer.tokens))
     assert saves > 5
     async with Home(tmp_path, secret=b"2", save=False, **size) as home:  # type: ignore[arg-type]
-        assert home.restored == len(records(tmp_path)) > 10
+        # Both tiers may hold the same content, under two ids, when it was computed again: one of them is enough.
+        chains: list[tuple[bytes, ...]] = []
+        for r in records(tmp_path):
+            chains.append((*(chains[r.parent] if r.parent >= 0 else (r.extra,)), r.tokens))
+        assert home.restored == len(set(chains)) > 10
+        assert host_blocks or len(chains) == len(set(chains))
         found = 0
         for one in [prompt(i, 28) for i in range(3)] * 2:
             answer = await home.ask(one)
