@@ -1,11 +1,13 @@
 """``chatsvc chat``: a conversation in the terminal, against a server.
 
-Ctrl-C stops the answer (the server stops computing it, too), Ctrl-D leaves.
+Ctrl-C stops the answer (the server stops computing it, too), Ctrl-D leaves. With piped input every line is a message,
+and nothing but the answers goes to the output.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +27,10 @@ with suppress(ImportError):  # not on every system
 
 # Connecting fails fast; between two tokens a busy server may be silent for long (it sends comments meanwhile).
 _TIMEOUT = httpx.Timeout(10.0, read=120.0)
+HELP = """/new   forget the conversation and begin another
+/exit  leave (as Ctrl-D)
+/help  this
+Everything else is said to the model. Ctrl-C stops its answer."""
 _URL_MARK = "Chat page:"
 
 
@@ -33,7 +39,11 @@ class ChatError(ChatsvcError):
 
 
 @click.command("chat")
-@click.option("--url", envvar="CHATSVC_URL", help="a running server [http://127.0.0.1:8000]")
+@click.option(
+    "--url",
+    envvar="CHATSVC_URL",
+    help="a running server [CHATSVC_HOST and CHATSVC_PORT, or 127.0.0.1:8000]",
+)
 @click.option("--in-process", "own", is_flag=True, envvar="CHATSVC_IN_PROCESS", help="load the model here, no server")
 @click.option("--model", envvar="CHATSVC_MODEL", help="model to ask for [the server's]; with --in-process: to load")
 @click.option("--system", envvar="CHATSVC_SYSTEM", help="system prompt")
@@ -56,11 +66,26 @@ def command(
     if max_tokens is not None:
         fields["max_tokens"] = max_tokens
     if not own:
-        sys.exit(run_chat(url or "http://127.0.0.1:8000", model, system, api_key, fields=fields))
+        asked = url or default_url(os.environ)
+        sys.exit(run_chat(asked, model, system, api_key, fields=fields, quiet=not sys.stdin.isatty()))
     if url is not None:
         raise ConfigError("--url and --in-process exclude each other")
     with own_server(model or DEFAULT_MODEL) as started:
-        sys.exit(run_chat(started, None, system, None, fields=fields))
+        sys.exit(run_chat(started, None, system, None, fields=fields, quiet=not sys.stdin.isatty()))
+
+
+def default_url(environ: Mapping[str, str]) -> str:
+    """The server that ``chatsvc serve`` starts with the same variables."""
+    host = environ.get("CHATSVC_HOST") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # listening everywhere is no address to call
+    return f"http://{f'[{host}]' if ':' in host else host}:{environ.get('CHATSVC_PORT') or 8000}"
+
+
+def base_of(url: str) -> str:
+    """``127.0.0.1:8231``, ``http://host/`` and ``http://host/v1`` are the same server, ``http://.../v1``."""
+    if "://" not in url:
+        url = f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 @contextmanager
@@ -108,16 +133,18 @@ def run_chat(
     fields: Mapping[str, Any] | None = None,
     read: Callable[[str], str] = input,
     client: httpx.Client | None = None,
+    quiet: bool = False,
 ) -> int:
     """Talk until the end of the input; returns the exit status (1: the server could not be used at all).
 
     Args:
-        url: of the server, with or without ``/v1``.
+        url: of the server, with or without ``http://`` and ``/v1``.
         model: as the server names it; None: the first that it lists.
         fields: further fields of each request, such as temperature.
         read: asks for one line; EOFError ends the conversation.
+        quiet: the input is no terminal: no greeting, no prompts, and status 1 as well when an answer failed.
     """
-    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    base = base_of(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with client or httpx.Client(timeout=_TIMEOUT, trust_env=False) as http:
         http.headers.update(headers)
@@ -126,23 +153,43 @@ def run_chat(
         except ChatError as error:
             print(f"chatsvc: {error}", file=sys.stderr)
             return 1
-        print(f"{name} at {base.removesuffix('/v1')} - Ctrl-C stops an answer, Ctrl-D leaves")
-        messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        if not quiet:
+            print(f"{name} at {base.removesuffix('/v1')} - Ctrl-C stops an answer, Ctrl-D leaves, /help")
+        begin: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        messages = list(begin)
+        failed = False
         while True:
             try:
-                line = read("\n> ")
+                line = read("" if quiet else "\n> ")
             except EOFError:
-                print()
-                return 0
+                if not quiet:
+                    print()
+                return 1 if failed and quiet else 0
             except KeyboardInterrupt:
                 print()
+                if quiet:
+                    return 130
                 continue
-            if line.strip():
-                _turn(http, base, {**(fields or {}), "model": name, "stream": True}, messages, line)
+            word = line.strip()
+            if word in ("/exit", "/quit"):
+                return 1 if failed and quiet else 0
+            if word == "/new":
+                messages = list(begin)
+            elif word == "/help":
+                print(HELP)
+            elif word.startswith("/") and word[1:].isalpha():
+                print(f"There is no command {printable(word)}; /help lists them", file=sys.stderr)
+            elif word:
+                request = {**(fields or {}), "model": name, "stream": True}
+                failed |= not _turn(http, base, request, messages, line)
 
 
-def _turn(http: httpx.Client, base: str, request: dict[str, Any], messages: list[dict[str, str]], line: str) -> None:
-    """One question and its answer; both stay in ``messages`` unless the answer failed before it began."""
+def _turn(http: httpx.Client, base: str, request: dict[str, Any], messages: list[dict[str, str]], line: str) -> bool:
+    """One question and its answer; both stay in ``messages`` unless the answer failed before it began.
+
+    Returns whether nothing failed.
+    """
+    whole = True
     messages.append({"role": "user", "content": line})
     answer: list[str] = []
     try:
@@ -155,11 +202,13 @@ def _turn(http: httpx.Client, base: str, request: dict[str, Any], messages: list
     except ChatError as error:
         print("\n" if answer else "", end="")
         print(f"chatsvc: {error}", file=sys.stderr)
+        whole = False
         if not answer:
             messages.pop()
-            return
+            return whole
     # An empty answer (stopped before the first word) stays, too: roles must alternate.
     messages.append({"role": "assistant", "content": "".join(answer)})
+    return whole
 
 
 def _stream(http: httpx.Client, base: str, body: dict[str, Any]) -> Iterator[str]:

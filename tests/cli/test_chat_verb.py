@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
-from chatsvc.cli.chat import own_server, printable, run_chat
+from chatsvc.cli.chat import base_of, command, default_url, own_server, printable, run_chat
 from chatsvc.errors import ConfigError
 
 
@@ -62,7 +63,9 @@ def talk(handler: Callable[[httpx.Request], httpx.Response], lines: list[Any], *
 
     client = httpx.Client(transport=httpx.MockTransport(handler))
     given: dict[str, Any] = {"model": None, "system": None, "api_key": None, **options}
-    return run_chat("http://server:1/", given["model"], given["system"], given["api_key"], read=read, client=client)
+    quiet = options.get("quiet", False)
+    ask = (given["model"], given["system"], given["api_key"])
+    return run_chat("http://server:1/", *ask, read=read, client=client, quiet=quiet)
 
 
 def test_conversation_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,3 +145,54 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\r\x07\x9bc\n\té") == "a[2Jbc\n\té"
+
+
+def test_piped_input_gives_answers_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts: list[str] = []
+    server = Server([Script([delta("one"), DONE]), Script([delta("two"), DONE])])
+    feed = iter(["hi", "more"])
+
+    def read(prompt: str) -> str:
+        prompts.append(prompt)
+        return _next(feed)
+
+    client = httpx.Client(transport=httpx.MockTransport(server))
+    assert run_chat("server:1", None, None, None, read=read, client=client, quiet=True) == 0
+    assert capsys.readouterr().out == "one\ntwo\n" and set(prompts) == {""}
+    assert talk(Server([httpx.Response(502, text="x")]), ["hi"], quiet=True) == 1
+
+
+def test_a_pipe_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("chatsvc.cli.chat.run_chat", lambda url, *_, **kw: seen.update(kw, url=url) or 0)
+    env = {"CHATSVC_HOST": "0.0.0.0", "CHATSVC_PORT": "8231"}
+    assert CliRunner().invoke(command, [], input="hi\n", env=env).exit_code == 0
+    assert seen["quiet"] is True and seen["url"] == "http://127.0.0.1:8231"
+
+
+@pytest.mark.parametrize(
+    ("environ", "url"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"CHATSVC_PORT": "8123"}, "http://127.0.0.1:8123"),
+        ({"CHATSVC_HOST": "10.0.0.2", "CHATSVC_PORT": ""}, "http://10.0.0.2:8000"),
+        ({"CHATSVC_HOST": "::", "CHATSVC_PORT": "1"}, "http://[::1]:1"),
+    ],
+)
+def test_the_default_server_is_the_one_of_the_same_variables(environ: dict[str, str], url: str) -> None:
+    assert default_url(environ) == url
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8231", "http://127.0.0.1:8231/", "127.0.0.1:8231/v1", "http://127.0.0.1:8231/v1/"]
+)
+def test_a_url_with_and_without_its_frills(url: str) -> None:
+    assert base_of(url) == "http://127.0.0.1:8231/v1"
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server([Script([delta("one"), DONE]), Script([delta("two"), DONE])])
+    assert talk(server, ["/help", "hi", "/new", "/nonsense", "/etc/hosts?", "/exit", "never"], system="S") == 0
+    captured = capsys.readouterr()
+    assert "/new" in captured.out and "no command /nonsense" in captured.err
+    assert [[m["content"] for m in asked["messages"]] for asked in server.asked] == [["S", "hi"], ["S", "/etc/hosts?"]]
