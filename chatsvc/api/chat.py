@@ -133,6 +133,7 @@ async def create(services: Services, request: Request) -> Response:
         logprobs=logprobs,
         vocab_size=engine.capacity.vocab_size,
         max_n=services.settings.max_n,
+        seed=services.seeds.of(body.seed),
     )
     info = request_info(request)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"

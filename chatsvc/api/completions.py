@@ -15,7 +15,7 @@ from chatsvc.api.frames import CompletionShape
 from chatsvc.api.logprobs import TokenNames
 from chatsvc.api.middleware import request_info
 from chatsvc.api.prompt import prompt_size, prompts
-from chatsvc.api.sampling import prompt_seed, refuse_hopeless, room_for, sampling_params
+from chatsvc.api.sampling import refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import CompletionRequest
 from chatsvc.api.search import with_search
 from chatsvc.api.services import Services
@@ -46,7 +46,7 @@ async def create(services: Services, request: Request) -> Response:
             logprobs=body.logprobs,
             vocab_size=vocab_size,
             max_n=settings.max_n,
-            seed=prompt_seed(body.seed, i),
+            seed=services.seeds.of(body.seed, i),
         )
         for i, ids in enumerate(encoded)
     ]

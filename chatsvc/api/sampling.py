@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-
 from chatsvc.api.schema import SamplingFields
 from chatsvc.errors import ContextLengthExceeded, InvalidRequest
 from chatsvc.scheduler.params import SamplingParams
@@ -61,14 +58,14 @@ def sampling_params(
     logprobs: int | None,
     vocab_size: int,
     max_n: int,
-    seed: int | None = None,
+    seed: int,
 ) -> SamplingParams:
     """Everything resolved and checked against the model.
 
     Args:
         max_tokens: as :func:`room_for` resolved it.
         logprobs: number of alternatives, None for no log-probabilities at all.
-        seed: instead of the request's own, see :func:`prompt_seed`; default: the request's, or a random one.
+        seed: as :class:`~chatsvc.api.seeds.Seeds` gave it.
 
     Raises:
         InvalidRequest: naming the field.
@@ -97,7 +94,7 @@ def sampling_params(
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_logit_bias(fields.logit_bias, vocab_size),
-        seed=seed if seed is not None else prompt_seed(fields.seed, 0),
+        seed=seed,
         stop=stop,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         min_tokens=min_tokens,
@@ -113,25 +110,6 @@ def choices(fields: SamplingFields, max_n: int) -> int:
     if n > max_n:
         raise InvalidRequest(f"n: at most {max_n} choices are allowed, not {n}", param="n")
     return n
-
-
-def random_seed() -> int:
-    """63 random bits: valid both as OpenAI's int64 and as an unsigned number."""
-    return secrets.randbits(63)
-
-
-def prompt_seed(seed: int | None, position: int) -> int:
-    """The seed of a request's prompt number ``position``: equal prompts of one request are independent samples.
-
-    Without an explicit seed every prompt gets a random one. With one, prompt 0 has the seed itself and prompt i the
-    first eight bytes of BLAKE2b over (seed, i), all three as little-endian signed 64-bit integers.
-    """
-    if seed is None:
-        return random_seed()
-    if position == 0:
-        return seed
-    both = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little", signed=True)
-    return int.from_bytes(hashlib.blake2b(both, digest_size=8).digest(), "little", signed=True)
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:

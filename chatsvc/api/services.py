@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from chatsvc.api.seeds import Seeds
 from chatsvc.engine.output import Generation
 from chatsvc.runtime.executor import KVCapacity
 from chatsvc.scheduler.params import SamplingParams
@@ -160,6 +161,7 @@ class Services:
     store: SessionStore | None = None
     store_answers: Callable[[], bool] = lambda: True
     created: int = 0
+    seeds: Seeds = field(default_factory=Seeds)
     uploads: Uploads = field(default_factory=Uploads)
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 

@@ -201,6 +201,7 @@ class Sessions:
             logprobs=None,
             vocab_size=services.engine.capacity.vocab_size,
             max_n=services.settings.max_n,
+            seed=services.seeds.of(body.seed),
         )
         info = request_info(request)
 

@@ -16,6 +16,7 @@ import click
 import uvicorn
 
 from chatsvc.api.app import create_app
+from chatsvc.api.seeds import Seeds
 from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
 from chatsvc.api.turns import Turns
@@ -154,6 +155,7 @@ class Server:
             store=store,
             store_answers=lambda: store.answers,
             created=int(time.time()),
+            seeds=Seeds(config.seed),
         )
 
     async def _open(self, store: SessionStore) -> None:

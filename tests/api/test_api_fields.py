@@ -13,6 +13,7 @@ from scripted import BOS, EOS, VOCAB, ScriptedEngine, Server, overloaded
 from wire import CHAT, stream, texts
 
 from chatsvc.api.schema import ChatRequest, CompletionRequest
+from chatsvc.api.seeds import Seeds
 from chatsvc.api.unsupported import NEUTRAL
 
 PLAIN = {"model": "tiny", "prompt": "hi"}
@@ -340,6 +341,18 @@ def test_a_seed_and_several_prompts(plain: Post, engine: ScriptedEngine, seed: i
     assert plain(prompt=["a"] * 3, seed=seed, n=2).status_code == 200
     derived = [struct.unpack("<q", blake2b(struct.pack("<qq", seed, i), digest_size=8).digest())[0] for i in (1, 2)]
     assert [p.params.seed for p in engine.plays] == [seed, *derived]
+
+
+def test_the_servers_seed_is_the_base_of_those_that_bring_none() -> None:
+    """--seed: two servers with it give the same seeds in the same order; a request's own seed is not touched."""
+    found = []
+    for _ in range(2):
+        with Server(seeds=Seeds(5)) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+            for body in ({"prompt": ["a", "a"]}, {"prompt": "a", "seed": 9}, {"prompt": "a"}):
+                assert http.post("/v1/completions", json=body).status_code == 200
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+            found.append([p.params.seed for p in server.engine.plays])
+    assert found[0] == found[1] and found[0][0] == 5 and found[0][2] == 9 and len(set(found[0])) == 5
 
 
 def test_too_many_choices_over_all_prompts(plain: Post) -> None:
