@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from chatsvc.cache.block import Content
 from chatsvc.cache.manager import BlockManager, BlockTable
-from chatsvc.cache.persist import Adoption, Candidate, Saved, candidates, choose
+from chatsvc.cache.persist import Adoption, Candidate, Saved, candidates, choose, places
 from chatsvc.config import ServeConfig
 from chatsvc.engine.build import build
 from chatsvc.errors import ConfigError
@@ -167,6 +168,7 @@ async def test_an_executor_that_is_stopped_meanwhile_costs_the_save_only(tmp_pat
         await home.ask(prompt(1, 24))
         home.executor.stop()
         assert await home.persistence.save() == 0
+        assert not list(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())
 
 
@@ -338,13 +340,36 @@ def test_adopted_twins_and_orphans_leave_the_pool_whole() -> None:
     saved = [
         Saved(0, -1, part[0], b"e"),
         Saved(1, -1, part[0], b"e"),
-        Saved(2, 1, part[1], b""),
-        Saved(3, 9, part[2], b""),
+        Saved(2, 0, part[1], b""),
+        Saved(3, 1, part[2], b""),
+        Saved(4, 9, part[3], b""),
     ]
-    adoption.settle(saved, adoption.reserve(4))
+    adoption.settle(saved, adoption.reserve(5))
     adoption.close()
     manager.check_integrity([])
-    assert manager.pool.num_cached == 2 and manager.pool.num_free == 6
+    assert manager.pool.num_cached == 3 and manager.pool.num_free == 5
+    for last in (part[1], part[2]):
+        tokens = array("i", part[0] + last)
+        assert len(manager.match(BlockTable(b"e"), tokens).blocks) == 2
+        assert not manager.match(BlockTable(b"f"), tokens).blocks
+
+
+def test_only_what_surely_is_there_is_read() -> None:
+    manager = BlockManager(2, 4)
+    table = BlockTable()
+    assert manager.allocate(table, 8)
+    manager.store_full(table, array("i", range(8)), 8)
+    contents = [b.content for b in table.blocks if b.content]
+    ids = {c.content_id: (0, b.id) for c, b in zip(contents, table.blocks, strict=True)}
+    manager.free(table)  # preempted by the very plan that was to fill it
+    assert places(manager, contents) == {}
+    manager.step_over()
+    assert places(manager, contents) == ids
+    forged = [replace(c, content_id=c.content_id + 100) for c in contents]  # a colliding digest
+    assert places(manager, forged) == {}
+    other = BlockTable()
+    assert manager.allocate(other, 4)  # evicts the last one
+    assert places(manager, contents) == {contents[0].content_id: ids[contents[0].content_id]}
 
 
 def test_the_flag_is_refused_with_a_reason(tmp_path: Path) -> None:
