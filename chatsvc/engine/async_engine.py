@@ -23,13 +23,14 @@ from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation
 from chatsvc.engine.persistence import Persistence
 from chatsvc.engine.publisher import Choice, Running
+from chatsvc.engine.setup import make_manager, scheduler_config, step_budget
 from chatsvc.errors import Conflict, EngineDead, EngineError, Overloaded
 from chatsvc.runtime.executor import Executor, KVCapacity
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
-from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
+from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
 from chatsvc.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "EngineConfig"]
@@ -85,32 +86,14 @@ class AsyncEngine:
         """
         capacity = self._capacity = await asyncio.to_thread(self.executor.start)
         c = self.config
-        extra: dict[str, Any] = {}
-        if capacity.num_host_blocks:
-            extra["num_host_blocks"] = capacity.num_host_blocks
-        if c.keep_shared:
-            extra["keep_shared"] = c.keep_shared
-        manager = self._make_manager(
-            capacity.num_blocks, c.block_size, prefix_caching=c.prefix_caching, secret=c.cache_secret, **extra
-        )
+        manager = make_manager(c, capacity, self._make_manager)
         if c.disk_cache is not None:
             self._persistence = Persistence(c.disk_cache, self.executor, manager, capacity)
             await self._persistence.restore()
         if self._stopped:
             raise EngineDead("the engine was stopped while it loaded")
-        budget = StepBudget(
-            c.max_num_batched_tokens or capacity.tokens_per_step,
-            adaptive=c.max_num_batched_tokens is None,
-            max_seconds=c.max_step_seconds,
-        )
-        watermark = c.block_size if c.watermark_tokens is None else c.watermark_tokens
-        swap = SwapCosts(
-            c.preemption if capacity.num_host_blocks else "recompute", capacity.block_seconds, capacity.token_seconds
-        )
-        scheduler_config = SchedulerConfig(
-            c.max_num_seqs, self.limit, watermark, self.tokenizer.eos_token_ids, swap, c.policy, c.prefill_share
-        )
-        self._scheduler = self._make_scheduler(scheduler_config, manager, budget)
+        settings = scheduler_config(c, capacity, limit=self.limit, eos_token_ids=self.tokenizer.eos_token_ids)
+        self._scheduler = self._make_scheduler(settings, manager, step_budget(c, capacity))
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._tick())]
         if self._persistence is not None:
             self._tasks.append(asyncio.create_task(self._persistence.run()))
