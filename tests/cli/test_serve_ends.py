@@ -124,6 +124,7 @@ def test_a_hung_step_does_not_hold_the_second_signal(tmp_path: Path, started: li
         ask(sock, "/v1/completions", {"prompt": "hi", "stream": True})
         assert sock.recv(300).startswith(b"HTTP/1.1 200")
         assert server.ends(signal.SIGTERM, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert "did not stop" not in server.text, "that would be the first signal's patience"
 
 
 def test_a_signal_while_it_loads(tmp_path: Path, started: list[Serve]) -> None:
