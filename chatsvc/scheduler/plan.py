@@ -1,7 +1,7 @@
 """What crosses between the loop and the engine thread: plain, picklable data, never live objects.
 
-Nobody changes a row once it is made. The rows are not declared frozen all the same: a frozen dataclass costs three times
-as much to make, and a step makes hundreds.
+Nobody changes a row once it is made. The rows are not declared frozen all the same: a frozen dataclass costs three
+times as much to make, and a step makes hundreds.
 """
 
 from __future__ import annotations
