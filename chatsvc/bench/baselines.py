@@ -95,6 +95,7 @@ class ContiguousManager(BlockManager):
         if table.blocks:
             self._held.append(BlockTable(blocks=list(table.blocks)))
             table.blocks.clear()
+            table.changed()
 
     def end_batch(self) -> None:
         for table in self._held:

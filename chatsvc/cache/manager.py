@@ -45,9 +45,21 @@ class BlockTable:
     content_ids: list[int] = field(default_factory=list)
     swapped: Swapped | None = None
 
+    _ids: list[int] = field(default_factory=list, repr=False)
+
+    def first_ids(self, count: int) -> tuple[int, ...]:
+        """Ids of the first ``count`` blocks. Asked for at every step: only what was appended since is looked at."""
+        ids = self._ids
+        ids.extend(map(_id_of, self.blocks[len(ids) :]))
+        return tuple(ids[:count])
+
     @property
     def ids(self) -> tuple[int, ...]:
         return tuple(map(_id_of, self.blocks))
+
+    def changed(self) -> None:
+        """Blocks were replaced or taken away, not just appended."""
+        self._ids.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +207,7 @@ class BlockManager:
         if shared is not None:
             old, new = table.blocks[shared], self._take()
             table.blocks[shared] = new
+            table.changed()
             self._copies.append((old.id, new.id))
             self.cow_copies += 1
             self.pool.unref(old)
@@ -319,6 +332,7 @@ class BlockManager:
                 self.pool.withdraw(block)
             self.pool.unref(block)
         table.content_ids.clear()
+        table.changed()
 
     def take_events(self) -> list[CacheEvent]:
         return self.pool.take_events()
@@ -341,6 +355,7 @@ class BlockManager:
         counts: dict[int, int] = {}
         for table in tables:
             ids = table.ids
+            assert table.first_ids(len(ids)) == ids
             assert len(set(ids)) == len(ids), f"a table names a block twice: {ids}"
             assert len(table.content_ids) <= len(table.blocks)
             for i in ids:

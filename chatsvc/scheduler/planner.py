@@ -239,7 +239,7 @@ class Planner:
             seq_id=seq.seq_id,
             token_ids=tuple(seq.tokens[start:end]),
             start=start,
-            block_table=seq.table.ids[: self.manager.blocks_for(end)],
+            block_table=seq.table.first_ids(self.manager.blocks_for(end)),
             write_from=max(start, min(settled, end)),
             sampling=self._sampling(seq) if done else None,
             forks=self._forks(seq) if done else (),
