@@ -144,7 +144,7 @@ class Planner:
         """
         if share <= 0:
             return None, True
-        if not self._catch_up(seq, claimed):
+        if seq.num_missing > 1 and not self._catch_up(seq, claimed):
             return None, True
         n = min(share, seq.num_missing)
         calm = True
@@ -158,7 +158,7 @@ class Planner:
 
     def _catch_up(self, seq: Sequence, claimed: set[bytes]) -> bool:
         """Take blocks that others filled meanwhile; False when the next one is just being filled by another."""
-        if seq.num_missing <= 1 or seq.num_computed % self.manager.block_size:
+        if seq.num_computed % self.manager.block_size:
             return True
         match = self.manager.match(seq.table, seq.tokens)
         if match.blocks and self.manager.allocate(seq.table, 0, match):
@@ -173,6 +173,8 @@ class Planner:
 
     def _admit(self, budget: int, claimed: set[bytes]) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
+        if len(self.running) >= self.config.max_num_seqs or not (self.preempted or self.waiting):
+            return rows
         passed_over = 0
         watermark = self.manager.blocks_for(self.config.watermark_tokens)
         # Room that running sequences still need for their prompts stands apart: blocks are taken chunk by chunk.
@@ -228,7 +230,8 @@ class Planner:
         start, end = seq.num_computed, seq.num_computed + n
         seq.num_scheduled = end
         settled = len(seq.table.content_ids) * self.manager.block_size
-        if end >= settled + self.manager.block_size:
+        size = self.manager.block_size
+        if end >= settled + size:
             self.manager.store_full(seq.table, seq.tokens, end)
         done = end == len(seq.tokens)
         if not done:
@@ -237,10 +240,10 @@ class Planner:
                 claimed.add(digest)
         return ScheduledRow(
             seq_id=seq.seq_id,
-            token_ids=tuple(seq.tokens[start:end]),
+            token_ids=(seq.tokens[start],) if n == 1 else tuple(seq.tokens[start:end]),
             start=start,
-            block_table=seq.table.first_ids(self.manager.blocks_for(end)),
-            write_from=max(start, min(settled, end)),
+            block_table=seq.table.first_ids(-(-end // size)),
+            write_from=start if settled <= start else min(settled, end),
             sampling=self._sampling(seq) if done else None,
             forks=self._forks(seq) if done else (),
         )

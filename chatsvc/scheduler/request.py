@@ -117,7 +117,7 @@ class Request:
         return all(s.state is State.FINISHED for s in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceUpdate:
     """News of a sequence after a step."""
 
