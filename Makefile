@@ -32,7 +32,8 @@ $(TEST_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(SERVE_STAMP)
 
 serve: $(SERVE_STAMP)
-	@$(BIN)/chatsvc pull $${CHATSVC_MODEL:-smollm2-135m} >/dev/null
+	@m="$${CHATSVC_MODEL:-smollm2-135m}"; seen="$(VENV)/.model-$${m//\//_}"; [ -f "$$seen" ] || \
+	  { $(BIN)/chatsvc pull "$$m" >/dev/null && { touch "$$seen" 2>/dev/null || true; }; }
 	@exec $(BIN)/chatsvc serve
 
 test: $(TEST_STAMP) lint
