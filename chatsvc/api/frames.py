@@ -96,8 +96,8 @@ def silent_end(
     return len(tokens) - 1 if last in eos or log.stop_reason == last else None
 
 
-class ChatShape:
-    """chat.completion and chat.completion.chunk.
+class _Answered:
+    """What both shapes know of the answer.
 
     Args:
         logprobs: None, or the number of alternatives to report.
@@ -120,9 +120,22 @@ class ChatShape:
         self._names = names
         self._eos = eos
         self._logprobs = logprobs
-        head = dumps({"id": self.id, "object": "chat.completion.chunk", "created": self.created, "model": model})[:-1]
+        self._usage_in_stream = usage_in_stream
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What a shape keeps besides."""
+
+
+class ChatShape(_Answered):
+    """chat.completion and chat.completion.chunk."""
+
+    def _prepare(self) -> None:
+        head = dumps({"id": self.id, "object": "chat.completion.chunk", "created": self.created, "model": self.model})[
+            :-1
+        ]
         self._head = f'data: {head},"choices":['
-        self._tail = '],"usage":null}\n\n' if usage_in_stream else "]}\n\n"
+        self._tail = '],"usage":null}\n\n' if self._usage_in_stream else "]}\n\n"
         self._begun: set[int] = set()
 
     def chunk(self, index: int, delta: Delta, log: OutputLog) -> bytes:
@@ -184,26 +197,10 @@ class ChatShape:
         }
 
 
-class CompletionShape:
-    """text_completion, streamed and whole. Arguments as in :class:`ChatShape`."""
+class CompletionShape(_Answered):
+    """text_completion, streamed and whole."""
 
-    def __init__(
-        self,
-        completion_id: str,
-        model: str,
-        names: TokenNames,
-        eos: frozenset[int],
-        *,
-        logprobs: int | None = None,
-        usage_in_stream: bool = False,
-    ) -> None:
-        self.id = completion_id
-        self.model = model
-        self.created = int(time.time())
-        self._names = names
-        self._eos = eos
-        self._logprobs = logprobs
-        self._usage_in_stream = usage_in_stream
+    def _prepare(self) -> None:
         self._offsets: dict[int, CompletionLogprobs] = {}
 
     def _base(self) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class Swapped:
     tail: Block | None
     computed: int
 
+    @property
+    def blocks(self) -> list[Block]:
+        return self.pinned if self.tail is None else [*self.pinned, self.tail]
+
 
 @dataclass(slots=True)
 class _Step:
@@ -110,7 +114,7 @@ class HostTier:
 
     def release(self, swapped: Swapped) -> None:
         """The sequence has come back, or ended: its pins go; full blocks stay findable."""
-        for block in [*swapped.pinned, *([swapped.tail] if swapped.tail else [])]:
+        for block in swapped.blocks:
             self.pool.unref(block)
         swapped.pinned, swapped.tail = [], None
 
@@ -139,7 +143,7 @@ class HostTier:
         """The pool is whole and every reference is somebody's pin. Raises: AssertionError."""
         self.pool.check_integrity()
         counts: dict[int, int] = {}
-        for block in self._step.pins + [b for s in swapped for b in [*s.pinned, *([s.tail] if s.tail else [])]]:
+        for block in self._step.pins + [b for s in swapped for b in s.blocks]:
             counts[block.id] = counts.get(block.id, 0) + 1
         for block in self.pool.blocks[1:]:
             assert block.ref_count == counts.get(block.id, 0), (block, counts.get(block.id, 0))
