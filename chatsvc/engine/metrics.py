@@ -101,3 +101,6 @@ class Metrics:
         self.batch_tokens = Histogram(P + "batch_tokens", "Tokens computed in a step", buckets=TOKENS, registry=r)
         self.loop_lag = Histogram(P + "loop_lag_seconds", "How late the event loop wakes up", buckets=SHORT, registry=r)
         self.store_errors = Counter(P + "session_store_errors", "Session store operations that failed", registry=r)
+
+    async def refresh(self) -> None:
+        """Before a scrape: everything is here already."""

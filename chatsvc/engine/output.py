@@ -24,6 +24,7 @@ class OutputLog:
         tokens: every generated token, in order (the end token that finished the choice included).
         pieces: text released when token i was appended ("" while bytes or a possible stop string are held back);
             same length as ``tokens``.
+        held: text that is held back at the moment, and would be the tail if the choice were cut off now.
         tail: text that was still held back when the choice ended.
         finish_reason: None while it runs. ``error`` says why in ``error``, and which HTTP status
             fits in ``error_status``.
@@ -33,6 +34,7 @@ class OutputLog:
     index: int
     tokens: list[SampledToken] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    held: str = ""
     tail: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -80,7 +82,7 @@ class Generation:
         self.logs = [OutputLog(i) for i in range(n)]
         self.timings = Timings(arrival=now)
         self._cancel = cancel
-        self._waiters: set[asyncio.Event] = set()
+        self._watchers: set[Callable[[], None]] = set()
 
     @property
     def finished(self) -> bool:
@@ -95,9 +97,16 @@ class Generation:
         self._cancel()
 
     def notify(self) -> None:
-        """Called by the engine after it appended."""
-        for event in self._waiters:
-            event.set()
+        """Called by the engine after it appended, and when the request is first scheduled."""
+        for wake in tuple(self._watchers):
+            wake()
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called whenever there may be news, inside the engine's turn: it must be quick and not raise."""
+        self._watchers.add(wake)
+
+    def unwatch(self, wake: Callable[[], None]) -> None:
+        self._watchers.discard(wake)
 
     async def read(self, cursors: list[int] | None = None) -> AsyncIterator[list[Delta]]:
         """News as it comes, from the given cursors (tokens already seen, one per choice; default: the start).
@@ -108,7 +117,7 @@ class Generation:
         at = list(cursors) if cursors is not None else [0] * len(self.logs)
         done = [False] * len(self.logs)
         event = asyncio.Event()
-        self._waiters.add(event)
+        self.watch(event.set)
         try:
             while True:
                 event.clear()
@@ -130,7 +139,7 @@ class Generation:
                 if not event.is_set():
                     await event.wait()
         finally:
-            self._waiters.discard(event)
+            self.unwatch(event.set)
 
     async def wait(self) -> None:
         """Until every choice has ended."""

@@ -27,6 +27,11 @@ class Choice:
     stops: StopMatcher
     last_token_at: float | None = None
 
+    @property
+    def held(self) -> str:
+        """What would be released if the choice were cut off now."""
+        return self.stops.held + self.detokenizer.pending
+
 
 class Running:
     """One request in the engine: its scheduler side, its readers' side, and the text state between the two."""
@@ -48,6 +53,7 @@ class Running:
         if generation.timings.scheduled is None:
             generation.timings.scheduled = now
             self._metrics.queue.observe(now - generation.timings.arrival)
+            generation.notify()
         cached = self.request.sequences[0].cached_tokens
         if cached is not None:
             generation.num_cached_tokens = cached
@@ -71,6 +77,7 @@ class Running:
             choice.log.pieces.append(released)
             if stop is not None:
                 return stop
+        choice.log.held = choice.held
         return None
 
     def _observe(self, choice: Choice, count: int, now: float) -> None:

@@ -26,6 +26,12 @@ class IncrementalDetokenizer:
             return ""
         return self._out(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
+    @property
+    def pending(self) -> str:
+        """The bytes that wait for the rest of their character, as :meth:`flush` would show them now."""
+        held = self._decoder.getstate()[0]
+        return held.decode("utf-8", "replace") if held else ""
+
     def flush(self) -> str:
         """The end: a cut character comes out as one U+FFFD. Push after it starts a new text."""
         text = self._out(self._decoder.decode(b"", final=True))

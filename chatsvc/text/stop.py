@@ -60,6 +60,11 @@ class StopMatcher:
         self._node = node
         return self._release(text, keep=self._depth[node]), None
 
+    @property
+    def held(self) -> str:
+        """The end of the text that may be the beginning of a stop string."""
+        return "".join(self._held) if self._held and self.matched is None else ""
+
     def flush(self) -> str:
         """The end of the text: what was held back, for nothing can complete it any more."""
         if self.matched is not None:

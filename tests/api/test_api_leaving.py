@@ -51,7 +51,7 @@ def test_ST_01_ST_03_a_client_that_leaves_aborts_its_request(
     server.until(lambda e: not e.running)  # with the gate closed: only an abort can end them
     assert all(p.cancelled for p in engine.plays)
     assert all(p.generation.num_output_tokens < 900 for p in engine.plays)
-    assert server.call(lambda: [len(p.generation._waiters) for p in engine.plays]) == [0] * 5 * expected
+    assert server.call(lambda: [len(p.generation._watchers) for p in engine.plays]) == [0] * 5 * expected
 
 
 def test_ST_01_two_hundred_connections_cut(server: Server, engine: ScriptedEngine, http: httpx.Client) -> None:

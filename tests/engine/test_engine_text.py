@@ -167,7 +167,7 @@ def test_every_cursor_reads_the_rest_of_the_same_text(
             assert [t for d in deltas for t in d.tokens] == log.tokens[start:]
             assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["stop"]
             assert deltas[-1].cursor == len(log.tokens)
-        assert not generation._waiters
+        assert not generation._watchers
 
     asyncio.run(play())
 
@@ -201,7 +201,7 @@ async def test_readers_do_not_disturb_each_other() -> None:
         await generation.wait()
         assert [d.text async for news in sleeper for d in news] == ["bcdefgh"], "a slow reader gets one delta"
         assert [d.text async for news in stayer for d in news] == ["efgh"]
-        assert not generation._waiters
+        assert not generation._watchers
 
 
 async def test_choices_look_for_stop_strings_each_for_itself() -> None:
