@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from chatsvc.api import admin, chat, completions, openapi, sessions, tokens
+from chatsvc.api.door import Door
 from chatsvc.api.errors import on_exception, on_http_exception
 from chatsvc.api.middleware import RequestMiddleware, request_info
 from chatsvc.api.openapi_sessions import SESSION_OPERATIONS
@@ -67,7 +68,7 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestMiddleware)],
+        middleware=middleware(services),
         exception_handlers={
             ChatsvcError: on_exception,
             HTTPException: on_http_exception,
@@ -76,6 +77,14 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
     )
     app.router.redirect_slashes = False  # a path is right or it is 404; no second spelling to guard
     return app
+
+
+def middleware(services: Services) -> list[Middleware]:
+    """From the outside in."""
+    out = [Middleware(RequestMiddleware)]
+    if services.keys is not None:
+        out.append(Middleware(Door, keys=services.keys, quotas=services.quotas))
+    return out
 
 
 def page_routes() -> list[BaseRoute]:

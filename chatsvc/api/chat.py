@@ -138,11 +138,11 @@ async def create(services: Services, request: Request) -> Response:
     info = request_info(request)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
     info.fields["id"] = completion_id
-    generation = engine.generate(
+    generation = services.desk.generate(
+        info,
         request_id=completion_id,
         prompt_token_ids=ids,
         params=with_search(params, body, services.settings.max_n),
-        tenant=info.tenant,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
     )
@@ -161,7 +161,7 @@ async def create(services: Services, request: Request) -> Response:
 async def cancel(services: Services, request: Request) -> Response:
     """``POST /v1/chat/completions/{id}/cancel``: the answer ends with what it has, its reader sees the end."""
     completion_id = request.path_params["id"]
-    if not services.engine.cancel(completion_id):
+    if not services.desk.cancel(request_info(request).tenant, completion_id):
         raise NotFound(f"No running completion has the id {completion_id[:100]!r}", param="id")
     return JSONResponse({"id": completion_id, "object": "chat.completion.cancelled", "cancelled": True})
 

@@ -57,11 +57,11 @@ async def create(services: Services, request: Request) -> Response:
     try:
         for i, ids in enumerate(encoded):
             generations.append(
-                engine.generate(
+                services.desk.generate(
+                    info,
                     request_id=completion_id if len(encoded) == 1 else f"{completion_id}-{i}",
                     prompt_token_ids=ids,
                     params=with_search(params[i], body, settings.max_n),
-                    tenant=info.tenant,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
                 )

@@ -30,6 +30,30 @@ _CODES = {
 }
 
 
+class Unauthorized(RequestError):
+    """401. ``presented``: there was a key, but it is none of ours."""
+
+    status = 401
+
+    def __init__(self, *, presented: bool) -> None:
+        message = (
+            "This API key is not accepted"
+            if presented
+            else "An API key is needed: send the header Authorization: Bearer KEY"
+        )
+        super().__init__(message, code="invalid_api_key")
+        self.headers = {"WWW-Authenticate": 'Bearer realm="chatsvc"' + (', error="invalid_token"' * presented)}
+
+
+class Forbidden(RequestError):
+    """403: a good key, but not for this."""
+
+    status = 403
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"This API key may not use {path}", code="permission_denied")
+
+
 class PayloadTooLarge(RequestError):
     """413. ``close`` asks for the connection to be closed: the rest of the body was not read."""
 
@@ -80,6 +104,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 def describe(exc: Exception) -> tuple[int, dict[str, str], dict[str, Any]]:
     """HTTP status, extra headers and body of an exception. What is not ours says nothing about the inside."""
     status, headers, body = _describe(exc)
+    headers.update(getattr(exc, "headers", {}))
     if getattr(exc, "close", False):
         headers["Connection"] = "close"
     return status, headers, body

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatsvc.api.errors import Ending, error_response
+from chatsvc.api.quota import Ticket
 
 log = logging.getLogger("chatsvc.api")
 access = logging.getLogger("chatsvc.access")
@@ -28,6 +29,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _KEY = "chatsvc.request"
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # probes: logged only when they fail
+# On every answer that does not say otherwise itself (the page has its own policy).
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+}
 
 
 @dataclass(slots=True)
@@ -37,16 +45,25 @@ class RequestInfo:
     Attributes:
         id: the caller's X-Request-Id when it is sane, else a new one.
         tenant: whose request it is ("" while there are no API keys).
+        ticket: what it takes from its key's quotas; None: there are none.
+        headers: further headers of the answer.
     """
 
     id: str
     tenant: str = ""
+    ticket: Ticket | None = None
+    headers: dict[str, str] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
 
 
 def request_info(request: Request) -> RequestInfo:
     """The request's info, as the middleware made it."""
-    info: RequestInfo = request.scope[_KEY]
+    return info_of(request.scope)
+
+
+def info_of(scope: Scope) -> RequestInfo:
+    """As :func:`request_info`, for those who have no request."""
+    info: RequestInfo = scope[_KEY]
     return info
 
 
@@ -74,7 +91,11 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(raw=message["headers"])["x-request-id"] = info.id
+                sent = MutableHeaders(raw=message["headers"])
+                sent["x-request-id"] = info.id
+                sent.update(info.headers)
+                for name, value in SECURITY_HEADERS.items():
+                    sent.setdefault(name, value)
             await send(message)
 
         try:

@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry
-
+from chatsvc.api.desk import Desk
+from chatsvc.api.keys import KeySet
+from chatsvc.api.quota import Quotas
 from chatsvc.api.seeds import Seeds
-from chatsvc.engine.output import Generation
-from chatsvc.runtime.executor import KVCapacity
-from chatsvc.scheduler.params import SamplingParams
+from chatsvc.engine.protocol import Engine
 from chatsvc.sessions.base import SessionStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 OFFLOAD_BYTES = 20_000  # text longer than this is parsed, rendered and encoded in a thread
-
-
-class HasRegistry(Protocol):
-    """The engine's metrics: one registry per app, never the process-wide default."""
-
-    @property
-    def registry(self) -> CollectorRegistry: ...
-
-
-class Engine(Protocol):
-    """The part of ``AsyncEngine`` that the API calls. Everything happens in the event loop; nothing here blocks it."""
-
-    @property
-    def capacity(self) -> KVCapacity: ...
-
-    @property
-    def limit(self) -> int: ...
-
-    @property
-    def metrics(self) -> HasRegistry: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def healthy(self) -> bool: ...
-
-    def generate(
-        self,
-        *,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> Generation: ...
-
-    def cancel(self, request_id: str) -> bool: ...
-
-    def kv_snapshot(self) -> dict[str, Any]: ...
-
-    def kv_events(self) -> AsyncIterator[dict[str, Any]]: ...
 
 
 class TextCodec(Protocol):
@@ -151,6 +107,7 @@ class Services:
         store: None without sessions.
         store_answers: whether it did when it was last asked; does not ask.
         created: Unix time that ``/v1/models`` reports.
+        keys: the API keys that count now; None: no keys are asked for.
     """
 
     engine: Engine
@@ -164,6 +121,13 @@ class Services:
     seeds: Seeds = field(default_factory=Seeds)
     uploads: Uploads = field(default_factory=Uploads)
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    keys: Callable[[], KeySet] | None = None
+    quotas: Quotas = field(default_factory=Quotas)
+
+    @cached_property
+    def desk(self) -> Desk:
+        """Every generation is started there."""
+        return Desk(self.engine)
 
     @cached_property
     def longest_token(self) -> int:

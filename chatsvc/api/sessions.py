@@ -207,11 +207,11 @@ class Sessions:
 
         def begin(request_id: str) -> Generation:
             info.fields["id"] = request_id
-            return services.engine.generate(
+            return services.desk.generate(
+                info,
                 request_id=request_id,
                 prompt_token_ids=ids,
                 params=params,
-                tenant=info.tenant,
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
             )

@@ -1,0 +1,92 @@
+"""The one way from a request to the engine: as whom, on whose account, and who may stop it again."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from chatsvc.api.middleware import RequestInfo
+from chatsvc.engine.output import Generation
+from chatsvc.scheduler.params import SamplingParams
+
+
+class Generates(Protocol):
+    """The part of ``AsyncEngine`` that is called here."""
+
+    def generate(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Generation: ...
+
+
+class Desk:
+    """Starts generations. Knows those that run, with their tenants."""
+
+    def __init__(self, engine: Generates) -> None:
+        self._engine = engine
+        self._running: dict[str, tuple[str, Generation]] = {}
+
+    def generate(
+        self,
+        info: RequestInfo,
+        *,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Generation:
+        """Start a generation for the tenant of a request, within the quotas of its key.
+
+        Raises: QuotaExceeded; what the engine raises, with nothing taken from the quotas.
+        """
+        ticket, size = info.ticket, len(prompt_token_ids)
+        if ticket is not None:
+            try:
+                ticket.open(size)
+            finally:
+                info.headers.update(ticket.headers())
+        try:
+            generation = self._engine.generate(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                tenant=info.tenant,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+        except BaseException:
+            if ticket is not None:
+                ticket.refused(size)
+                info.headers.update(ticket.headers())
+            raise
+        self._running[request_id] = (info.tenant, generation)
+
+        def look() -> None:
+            if not generation.finished:
+                return
+            generation.unwatch(look)
+            del self._running[request_id]
+            if ticket is not None:
+                begun = generation.timings.scheduled is not None
+                ticket.close(size, generation.num_output_tokens, begun=begun)
+
+        generation.watch(look)
+        return generation
+
+    def cancel(self, tenant: str, request_id: str) -> bool:
+        """Stop one; False when nothing of that name runs for this tenant."""
+        owner, generation = self._running.get(request_id, (None, None))
+        if generation is None or owner != tenant:
+            return False
+        generation.cancel()
+        return True
+
+    def owns(self, tenant: str, request_id: str) -> bool:
+        """Whether this runs for the tenant."""
+        return self._running.get(request_id, (None, None))[0] == tenant
