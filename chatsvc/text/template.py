@@ -25,6 +25,7 @@ from chatsvc.modelfiles import ModelFiles
 from chatsvc.text.hf_tokenizer import read_json
 from chatsvc.text.marks import PRIVATE, Guard, Marks, leaves
 from chatsvc.text.tokenizer import Tokenizer
+from chatsvc.text.toolparser import OPEN
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -50,6 +51,9 @@ def load_template(files: ModelFiles, tokenizer: Tokenizer, override: Path | None
 class ChatTemplate:
     """A compiled chat template; thread-safe.
 
+    Attributes:
+        knows_tools: it shows tools, and makes the model write calls inside ``<tool_call>``.
+
     Args:
         sources: name -> Jinja source. ``default`` is used, or ``tool_use`` (if there is one) when tools are given.
 
@@ -71,6 +75,7 @@ class ChatTemplate:
             literals += [n.value for n in tree.find_all(jinja2.nodes.Const) if isinstance(n.value, str)]
         if "default" not in self._templates:
             raise ModelError(f"no chat template is named default (there are: {', '.join(sorted(sources))})")
+        self.knows_tools = any(OPEN in literal for literal in literals)
         self._guard = Guard(tokenizer.added.values(), literals)
 
     def encode(

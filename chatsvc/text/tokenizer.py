@@ -53,15 +53,16 @@ class Tokenizer:
         longest_first = sorted(self.added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False, bos: bool = False, continuing: bool = False) -> list[int]:
         """Ids of ``text``.
 
         Args:
             special: True: strings of added tokens become those tokens, as in Hugging Face's tokenizers. False: no
                 text can ever become an added token.
             bos: put exactly one BOS in front, if the model's tokenizer adds one.
+            continuing: the text follows other text directly, so it gets no sentencepiece space in front.
         """
-        ids = self.encode_parts(self.split(text)) if special else self._plain(text, self._first)
+        ids = self.encode_parts(self.split(text) if special else [text], continuing=continuing)
         if bos and self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
