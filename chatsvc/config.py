@@ -30,6 +30,18 @@ def _seconds(value: Any) -> Any:
     return value
 
 
+def _origins(value: Any) -> Any:
+    """``https://a.example,http://localhost:3000`` -> a tuple."""
+    if not isinstance(value, str):
+        return value or ()
+    found = tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
+    for origin in found:
+        if origin != "*" and re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", origin) is None:
+            raise ValueError("an origin is scheme://host[:port] in small letters, such as https://chat.example")
+    return found
+
+
+Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
 
 
@@ -103,7 +115,8 @@ class ServeConfig(BaseModel):
     session_store: str = _field("sqlite:///chatsvc.db", "Service", "sqlite:///FILE, redis://HOST:PORT/DB or memory://")
     session_ttl: Seconds = _field(30 * 86400.0, "Service", "idle sessions are forgotten after it, e.g. 30d")
     resume_grace: Seconds = _field(60.0, "Service", "a session's answer goes on that long without a reader")
-    api_key_file: Path | None = _field(None, "Service", "API keys (not in this version)")
+    api_key_file: Path | None = _field(None, "Service", "only these API keys may in; see `chatsvc key new` [no keys]")
+    cors_origins: Origins = _field(None, "Service", "web origins whose pages may call, with commas; * is all [none]")
     drain_timeout: Seconds = _field(30.0, "Service", "running streams may finish that long after SIGTERM")
     ping_interval: Seconds = _field(15.0, "Service", "comment on a silent stream")
 
@@ -117,7 +130,6 @@ class ServeConfig(BaseModel):
             "--engine process": self.engine == "process",
             f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
             "--tensor-parallel-size": self.tensor_parallel_size != 1,
-            "--api-key-file": self.api_key_file is not None,
         }
         for flag, asked in later.items():
             if asked:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -35,6 +36,14 @@ PAGE_HEADERS = {
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
+
+
+# What a page of another origin may read of an answer.
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+)
 
 
 class _PageFiles(StaticFiles):
@@ -80,8 +89,20 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
 
 
 def middleware(services: Services) -> list[Middleware]:
-    """From the outside in."""
+    """From the outside in. All are pure ASGI, so that a client's disconnect is seen through them."""
     out = [Middleware(RequestMiddleware)]
+    if origins := services.settings.cors_origins:
+        # Before the door: a browser asks without a key whether it may send one.
+        out.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST", "PATCH", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED_HEADERS,
+                max_age=3600,
+            )
+        )
     if services.keys is not None:
         out.append(Middleware(Door, keys=services.keys, quotas=services.quotas))
     return out

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.engine.output import Generation
+from chatsvc.engine.protocol import Engine
 from chatsvc.scheduler.params import SamplingParams
-
-
-class Generates(Protocol):
-    """The part of ``AsyncEngine`` that is called here."""
-
-    def generate(
-        self,
-        *,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> Generation: ...
 
 
 class Desk:
     """Starts generations. Knows those that run, with their tenants."""
 
-    def __init__(self, engine: Generates) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running: dict[str, tuple[str, Generation]] = {}
 

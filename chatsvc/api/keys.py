@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -114,6 +115,14 @@ class KeySet:
         return found
 
 
+def parse_entry(values: dict[str, object]) -> KeyEntry:
+    """One entry from its fields. Raises: ConfigError."""
+    try:
+        return _File.model_validate({"key": [values]}).key[0]
+    except ValidationError as e:
+        raise ConfigError(_complaint(e).removeprefix("key 1: ")) from None
+
+
 def parse_keys(text: str) -> KeySet:
     """Raises: ConfigError that names the entry and the field, never their values."""
     try:
@@ -169,30 +178,40 @@ def read_keys(path: Path) -> KeySet:
 
 
 class KeyFile:
-    """The keys that count now. Reading happens in a thread; a file that is broken changes nothing but the log."""
+    """The keys that count now. Later readings happen in a thread, and one of a broken file changes nothing but the log.
+
+    A request is judged by the keys of the moment it arrives; what runs goes on.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises: ConfigError."""
         self._path = path
+        self._nudged = asyncio.Event()
         self._seen = self._stamp()
         self.current = read_keys(path)
 
-    async def reload(self) -> None:
-        """Read the file again. A request is judged by the keys of the moment it arrives; what runs goes on."""
-        try:
-            self._seen, self.current = await asyncio.to_thread(lambda: (self._stamp(), read_keys(self._path)))
-        except ConfigError as e:
-            self._seen = await asyncio.to_thread(self._stamp)  # this one was complained about
-            log.error("%s. The keys from before are kept", e)
-            return
-        log.info("API keys read again: %d keys", len(self.current.keys))
+    def nudge(self) -> None:
+        """Read the file again, changed or not (SIGHUP)."""
+        self._nudged.set()
 
     async def watch(self, seconds: float = WATCH_SECONDS) -> None:
-        """Reload whenever the file has changed. For ever."""
+        """Read the file again whenever it has changed. For ever; looks every so many ``seconds``."""
         while True:
-            await asyncio.sleep(seconds)
-            if await asyncio.to_thread(self._stamp) != self._seen:
-                await self.reload()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._nudged.wait()
+            if self._nudged.is_set() or await asyncio.to_thread(self._stamp) != self._seen:
+                self._nudged.clear()
+                await self._reload()
+
+    async def _reload(self) -> None:
+        self._seen = await asyncio.to_thread(self._stamp)  # before: what changes meanwhile is seen the next time
+        try:
+            self.current = await asyncio.to_thread(read_keys, self._path)
+        except ConfigError as e:
+            log.error("%s. The keys from before are kept", e)
+        else:
+            log.info("API keys: %d, read again", len(self.current.keys))
 
     def _stamp(self) -> tuple[int, ...]:
         """Differs when the file does; a link (as of a mounted secret) is followed."""

@@ -95,6 +95,7 @@ class ApiSettings:
     max_prompts: int = 64
     send_timeout: float = 300.0
     resume_grace: float = 60.0  # a session's answer goes on that long after its last reader has left
+    cors_origins: tuple[str, ...] = ()  # web origins whose pages may call
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ VERBS = {
     "serve": ("chatsvc.cli.serve", "the server"),
     "chat": ("chatsvc.cli.chat", "terminal chat, against a running server or with the model in process"),
     "bench": ("chatsvc.cli.bench", "benchmarks: this engine against its own baseline modes"),
+    "key": ("chatsvc.cli.key", "make an API key, list those there are"),
     "simulate": ("chatsvc.cli.simulate", "the same scheduler and block manager on a modelled GPU"),
     "pull": ("chatsvc.cli.pull", "fetch a model, with a progress bar"),
     "doctor": ("chatsvc.cli.doctor", "what hardware, kernels, model and store will be used, and what is wrong"),

@@ -16,6 +16,7 @@ import click
 import uvicorn
 
 from chatsvc.api.app import create_app
+from chatsvc.api.keys import KeyFile
 from chatsvc.api.seeds import Seeds
 from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
@@ -107,8 +108,12 @@ class Server:
     async def run(self) -> int:
         """Returns the exit status. Raises: ConfigError, ModelError."""
         config = self.config
+        keys = KeyFile(config.api_key_file) if config.api_key_file is not None else None
         sock = listen(config.host, config.port)
         loop = asyncio.get_running_loop()
+        if keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, keys.nudge)
+            self._tasks.append(asyncio.create_task(keys.watch()))
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._on_signal_early, sig)
         building = asyncio.create_task(asyncio.to_thread(build, config))  # may compile: signals are heard meanwhile
@@ -118,7 +123,7 @@ class Server:
         store = WatchedStore(
             open_store(config.session_store, config.session_ttl), built.engine.metrics.store_errors.inc
         )
-        services = self._services(built, store)
+        services = self._services(built, store, keys)
         turns = Turns(services, store)
         app = create_app(services, turns=turns)
         uv = _Uvicorn(server_config(app, host=config.host, port=config.port, grace=5))
@@ -142,7 +147,7 @@ class Server:
             work.result()
         return work.done()
 
-    def _services(self, built: Built, store: WatchedStore) -> Services:
+    def _services(self, built: Built, store: WatchedStore, keys: KeyFile | None) -> Services:
         config = self.config
         return Services(
             engine=built.engine,
@@ -150,12 +155,16 @@ class Server:
             template=built.template,
             model_name=config.served_model_name or built.files.name,
             settings=ApiSettings(
-                ping_interval=config.ping_interval, max_n=config.max_n, resume_grace=config.resume_grace
+                ping_interval=config.ping_interval,
+                max_n=config.max_n,
+                resume_grace=config.resume_grace,
+                cors_origins=config.cors_origins,
             ),
             store=store,
             store_answers=lambda: store.answers,
             created=int(time.time()),
             seeds=Seeds(config.seed),
+            keys=None if keys is None else lambda: keys.current,
         )
 
     async def _open(self, store: SessionStore) -> None:
