@@ -70,12 +70,28 @@ class ChatLogprobs(Shape):
     refusal: None
 
 
+class CalledFunction(Shape):
+    """``arguments``: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Shape):
-    """The answer."""
+    """The answer. ``content`` is null when there is nothing but calls; ``tool_calls`` is there when there are any."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
 
 
 class ChatChoice(Shape):
@@ -84,7 +100,7 @@ class ChatChoice(Shape):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: Finish | Literal["tool_calls"]
     cancelled: Literal[True] = True
 
 
@@ -99,11 +115,28 @@ class ChatCompletion(Shape):
     usage: Usage
 
 
+class FunctionNews(Shape):
+    """The name comes first, with empty arguments; then the arguments, piece by piece."""
+
+    name: str = ""
+    arguments: str
+
+
+class CallNews(Shape):
+    """``id`` and ``type`` come with the first piece of the call ``index``."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionNews
+
+
 class ChatDelta(Shape):
-    """News: the role first, then text; empty together with the finish_reason."""
+    """News: the role first, then text and calls; empty together with the finish_reason."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    tool_calls: list[CallNews] = Field(default_factory=list)
 
 
 class ChatChunkChoice(Shape):
@@ -112,7 +145,7 @@ class ChatChunkChoice(Shape):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: Finish | Literal["tool_calls"] | None
     cancelled: Literal[True] = True
 
 

@@ -19,6 +19,7 @@ from chatsvc.api.sampling import choices, refuse_hopeless, room_for, sampling_pa
 from chatsvc.api.schema import ChatMessage, ChatRequest, GenerateFields
 from chatsvc.api.search import with_search
 from chatsvc.api.services import Services
+from chatsvc.api.tools import CallReading, ToolUse, tool_use
 from chatsvc.api.unsupported import refuse_unsupported
 from chatsvc.errors import InvalidRequest, NotFound, Overloaded
 
@@ -67,11 +68,12 @@ async def chat_prompt(
     *,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
+    tools: ToolUse | None = None,
 ) -> list[int]:
     """Prompt token ids of a conversation; long ones are rendered and encoded in a thread.
 
     Raises:
-        InvalidRequest: the model has no template, the template refuses, or the two flags contradict.
+        InvalidRequest: the model has no template, the template refuses, or the flags contradict.
     """
     if services.template is None:
         raise InvalidRequest(
@@ -84,6 +86,11 @@ async def chat_prompt(
         raise InvalidRequest(
             "continue_final_message: cannot be combined with add_generation_prompt", param="continue_final_message"
         )
+    if going_on and tools and tools.forced:
+        raise InvalidRequest(
+            "continue_final_message: the message that is continued cannot begin with a call; use tool_choice auto",
+            param="continue_final_message",
+        )
     if going_on and messages[-1].role != "assistant":
         raise InvalidRequest(
             "continue_final_message: the last message has to be an assistant's", param="continue_final_message"
@@ -94,14 +101,22 @@ async def chat_prompt(
     least = characters + services.longest_token * len(plain)
     refuse_hopeless(least, services.longest_token, services.engine.limit, "messages")
     return await services.offload(
-        characters + 100 * len(plain),
+        characters + 100 * len(plain) + (len(str(tools.shown)) if tools else 0),
         render,
         services.template,
         plain,
         services.tokenizer,
         add_generation_prompt=not going_on if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=going_on,
+        tools=tools,
     )
+
+
+def call_reading(services: Services, tools: ToolUse | None) -> CallReading | None:
+    """How the answer to a prompt with these tools is read."""
+    if tools is None or services.template is None:
+        return None
+    return CallReading(tools.start(native=services.template.knows_tools), tools.max_calls)
 
 
 async def create(services: Services, request: Request) -> Response:
@@ -112,11 +127,13 @@ async def create(services: Services, request: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     ids = await chat_prompt(
         services,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        tools=tools,
     )
     engine = services.engine
     newer = body.max_completion_tokens is not None
@@ -153,6 +170,7 @@ async def create(services: Services, request: Request) -> Response:
         services.tokenizer.eos_token_ids,
         logprobs=logprobs,
         usage_in_stream=include_usage(body),
+        calls=call_reading(services, tools),
     )
     answer = Answer([generation], shape, info, services, params.n)
     return answer.stream(include_usage=include_usage(body)) if body.stream else await answer.whole(request)

@@ -13,8 +13,10 @@ from typing import Any, Literal, Protocol
 
 from chatsvc.api.errors import describe, error_body
 from chatsvc.api.logprobs import CompletionLogprobs, TokenNames, chat_content
+from chatsvc.api.tools import CallReading
 from chatsvc.engine.output import Delta, FinishReason, Generation, OutputLog
 from chatsvc.scheduler.plan import SampledToken
+from chatsvc.text.toolparser import CallBegin, Piece, Text, ToolCallParser
 
 SLICE = 64
 DONE = b"data: [DONE]\n\n"
@@ -102,6 +104,7 @@ class _Answered:
     Args:
         logprobs: None, or the number of alternatives to report.
         usage_in_stream: chunks carry ``"usage": null`` and the last one the usage.
+        calls: how tool calls are read (chat only); None: no tools, all is text.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class _Answered:
         *,
         logprobs: int | None = None,
         usage_in_stream: bool = False,
+        calls: CallReading | None = None,
     ) -> None:
         self.id = completion_id
         self.model = model
@@ -121,6 +125,7 @@ class _Answered:
         self._eos = eos
         self._logprobs = logprobs
         self._usage_in_stream = usage_in_stream
+        self._calls = calls
         self._prepare()
 
     def _prepare(self) -> None:
@@ -137,26 +142,47 @@ class ChatShape(_Answered):
         self._head = f'data: {head},"choices":['
         self._tail = '],"usage":null}\n\n' if self._usage_in_stream else "]}\n\n"
         self._begun: set[int] = set()
+        self._parsers: dict[int, ToolCallParser] = {}
 
     def chunk(self, index: int, delta: Delta, log: OutputLog) -> bytes:
         """See :class:`Shape`. The role comes just before the first news of a choice, not before work was done."""
+        news, called = self._news(index, delta)
         logprobs = "null"
         if self._logprobs is not None and delta.tokens:
             logprobs = dumps({"content": self._content(log, delta.tokens, delta.finish_reason), "refusal": None})
-        elif not delta.text and delta.finish_reason is None:
-            return b""  # held back: part of a character, or perhaps the start of a stop string
+            if not news or not news[0].startswith('{"content"'):
+                news.insert(0, '{"content":""}')
+        elif not news and delta.finish_reason is None:
+            return b""  # held back: part of a character, or perhaps the start of a stop string or a call
         parts = []
         if index not in self._begun:
             self._begun.add(index)
             parts.append(self._choice(index, '{"role":"assistant","content":""}'))
-        if delta.text or logprobs != "null":
-            parts.append(self._choice(index, f'{{"content":{dumps(delta.text)}}}', logprobs))
+        for item in news:
+            parts.append(self._choice(index, item, logprobs))
+            logprobs = "null"
         if delta.finish_reason is not None:
-            parts.append(self._choice(index, "{}", finish=delta.finish_reason))
+            parts.append(self._choice(index, "{}", finish=delta.finish_reason, called=called))
         return "".join(parts).encode()
 
-    def _choice(self, index: int, delta: str, logprobs: str = "null", finish: FinishReason | None = None) -> str:
-        end = "null" if finish is None else f'"{FINISH[finish]}"' + (',"cancelled":true' if finish == "abort" else "")
+    def _news(self, index: int, delta: Delta) -> tuple[list[str], bool]:
+        """The JSON deltas of a choice's new text, and whether the choice has called a tool so far."""
+        if self._calls is None:
+            return ([f'{{"content":{dumps(delta.text)}}}'] if delta.text else []), False
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._calls.parser(eager=True)
+        pieces = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.flush()
+        return [_piece(piece) for piece in pieces], parser.calls > 0
+
+    def _choice(
+        self, index: int, delta: str, logprobs: str = "null", finish: FinishReason | None = None, called: bool = False
+    ) -> str:
+        end = "null" if finish is None else f'"{_finish(finish, called)}"'
+        if finish == "abort":
+            end += ',"cancelled":true'
         choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{end}}}'
         return self._head + choice + self._tail
 
@@ -173,11 +199,12 @@ class ChatShape(_Answered):
         """See :class:`Shape`."""
         choices = []
         for index, log in enumerate(logs):
+            message = answer_message(log.text, self._calls)
             choice: dict[str, Any] = {
                 "index": index,
-                "message": {"role": "assistant", "content": log.text, "refusal": None},
+                "message": message,
                 "logprobs": None,
-                "finish_reason": FINISH[log.finish_reason or "abort"],
+                "finish_reason": _finish(log.finish_reason or "abort", "tool_calls" in message),
             }
             if log.finish_reason == "abort":
                 choice["cancelled"] = True
@@ -195,6 +222,43 @@ class ChatShape(_Answered):
             "choices": choices,
             "usage": usage,
         }
+
+
+def answer_message(text: str, calls: CallReading | None) -> dict[str, Any]:
+    """An assistant's message; ``content`` is null when there is nothing but calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls is None:
+        return message
+    parser = calls.parser(eager=False)
+    made: list[dict[str, Any]] = []
+    content = ""
+    for piece in [*parser.push(text), *parser.flush()]:
+        if isinstance(piece, Text):
+            content += piece.text
+        elif isinstance(piece, CallBegin):
+            made.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        else:
+            made[piece.index]["function"]["arguments"] += piece.text
+    message["content"] = content or (None if made else "")
+    if made:
+        message["tool_calls"] = made
+    return message
+
+
+def _piece(piece: Piece) -> str:
+    """A piece of an answer as the delta of a chunk."""
+    if isinstance(piece, Text):
+        return f'{{"content":{dumps(piece.text)}}}'
+    call: dict[str, Any] = {"index": piece.index}
+    if isinstance(piece, CallBegin):
+        call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+    else:
+        call["function"] = {"arguments": piece.text}
+    return dumps({"tool_calls": [call]})
+
+
+def _finish(reason: FinishReason, called: bool) -> str:
+    return "tool_calls" if called and reason == "stop" else FINISH[reason]
 
 
 class CompletionShape(_Answered):

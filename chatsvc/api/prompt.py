@@ -6,7 +6,9 @@ from typing import Any
 
 from chatsvc.api.schema import ChatMessage, ContentPart
 from chatsvc.api.services import Template, TextCodec
+from chatsvc.api.tools import ToolUse
 from chatsvc.errors import InvalidRequest
+from chatsvc.text.toolprompt import with_arguments_as_objects, with_calls_as_text, with_tools
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -43,11 +45,13 @@ def render(
     *,
     add_generation_prompt: bool,
     continue_final_message: bool,
+    tools: ToolUse | None = None,
 ) -> list[int]:
     """Prompt token ids of a conversation, and proof that the template did not drop a part of it without a word.
 
-    Many templates print neither tool calls nor names. So what carries them is rendered once more without: equal ids
-    mean they were dropped, and the model would answer to a conversation it never saw.
+    Tools and calls are written by the template when it knows them, else by :mod:`chatsvc.text.toolprompt`. Many
+    templates print no names. So what carries them is rendered once more without: equal ids mean they were dropped, and
+    the model would answer to a conversation it never saw.
 
     Raises:
         InvalidRequest: the template refuses the messages, or does not show a field of theirs (``param`` names it).
@@ -57,10 +61,19 @@ def render(
         return template.encode(
             chat,
             tokenizer,
+            tools=shown,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
 
+    shown = None
+    if template.knows_tools:
+        messages = with_arguments_as_objects(messages)
+        shown = tools.shown if tools else None
+    else:
+        messages = with_calls_as_text(messages)
+        if tools:
+            messages = with_tools(messages, tools.shown)
     ids = encode(messages)
     for key in ("tool_calls", "name"):
         # A tool's result may repeat the tool's name; the call before it has said it already.
@@ -70,6 +83,8 @@ def render(
             raise InvalidRequest(
                 f"{path}: the model's chat template does not show this field, the model would not see it", param=path
             )
+    if tools and (start := tools.start(native=template.knows_tools)):
+        ids += tokenizer.encode(start, special=True, continuing=True)
     return ids
 
 

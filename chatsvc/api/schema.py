@@ -16,6 +16,7 @@ Int64 = Annotated[int, Field(ge=-INT64, le=INT64 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Unit = Annotated[float, Field(ge=0, le=1)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -110,10 +111,45 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
 
+class FunctionSpec(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema; the model is shown it, not bound by it")
+    strict: bool | None = Field(None, description="true is refused")
+
+
+class Tool(Body):
+    """A tool. Only functions."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionChoice(Body):
+    """The name of one of the functions."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The answer has to call this function."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class ChatRequest(GenerateFields):
     """``POST /v1/chat/completions``. ``max_completion_tokens`` wins over the older ``max_tokens``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="default auto; none: the model is shown no tools")
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most; default true")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -152,6 +188,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="only with messages")
     add_special_tokens: bool | None = Field(None, description="a prompt gets the begin token, default true")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -171,6 +208,9 @@ __all__ = [
     "ContentPart",
     "DetokenizeRequest",
     "GenerateFields",
+    "NamedTool",
     "SamplingFields",
     "TokenizeRequest",
+    "Tool",
+    "ToolChoice",
 ]

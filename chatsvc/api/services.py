@@ -30,7 +30,9 @@ class TextCodec(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]: ...
+    def encode(
+        self, text: str, *, special: bool = False, bos: bool = False, continuing: bool = False
+    ) -> list[int]: ...
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str: ...
 
@@ -41,6 +43,9 @@ class TextCodec(Protocol):
 
 class Template(Protocol):
     """The part of ``ChatTemplate`` that the API calls."""
+
+    @property
+    def knows_tools(self) -> bool: ...
 
     def encode(
         self,

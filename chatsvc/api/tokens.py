@@ -12,6 +12,7 @@ from chatsvc.api.frames import dumps, dumps_in_slices
 from chatsvc.api.sampling import refuse_hopeless
 from chatsvc.api.schema import DetokenizeRequest, TokenizeRequest
 from chatsvc.api.services import Services
+from chatsvc.api.tools import tool_use
 from chatsvc.errors import InvalidRequest
 
 
@@ -22,12 +23,15 @@ async def tokenize(services: Services, request: Request) -> Response:
     check_model(body.model, services)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: exactly one of prompt and messages is needed", param="prompt")
+    if body.tools and body.messages is None:
+        raise InvalidRequest("tools: only together with messages", param="tools")
     if body.messages is not None:
         ids = await chat_prompt(
             services,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=tool_use(body.tools, None, None),
         )
     else:
         # One that cannot fit is not counted to its end: that takes seconds, and the answer would change nothing.

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,6 +28,7 @@ from chatsvc.text.marks import PRIVATE, Guard, Marks, leaves
 from chatsvc.text.tokenizer import Tokenizer
 from chatsvc.text.toolparser import OPEN
 
+_RESULT_TAGS = ("<tool_response>", "</tool_response>")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -64,6 +66,7 @@ class ChatTemplate:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
         literals: list[str] = []
+        shows_tools = False
         for name, source in sources.items():
             try:
                 tree = environment.parse(source)
@@ -71,11 +74,14 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 line = getattr(error, "lineno", None)
                 raise ModelError(f"the chat template {name!r} is not valid Jinja (line {line}): {error}") from error
+            shows_tools = shows_tools or "tools" in jinja2.meta.find_undeclared_variables(tree)
             literals += [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
             literals += [n.value for n in tree.find_all(jinja2.nodes.Const) if isinstance(n.value, str)]
         if "default" not in self._templates:
             raise ModelError(f"no chat template is named default (there are: {', '.join(sorted(sources))})")
-        self.knows_tools = any(OPEN in literal for literal in literals)
+        self.knows_tools = shows_tools and any(OPEN in literal for literal in literals)
+        tags = [tag for tag in _RESULT_TAGS if tag not in tokenizer.added and any(tag in text for text in literals)]
+        self._result_tag = re.compile("|".join(map(re.escape, tags)) or r"(?!)", re.IGNORECASE)
         self._guard = Guard(tokenizer.added.values(), literals)
 
     def encode(
@@ -100,7 +106,7 @@ class ChatTemplate:
 
         Raises: InvalidRequest (param ``messages``) when the template refuses the messages or fails on them.
         """
-        chat = _normalised(messages)
+        chat = self._without_result_tags(_normalised(messages))
         if continue_final_message:
             if add_generation_prompt:
                 raise _bad("continue_final_message and add_generation_prompt exclude each other")
@@ -153,6 +159,14 @@ class ChatTemplate:
         if at < 0:
             raise _bad("the model's chat template does not show the last message, so it cannot be continued")
         return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
+
+    def _without_result_tags(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Where a tool's result stands between tags that are plain text, nobody's text may end it or pass for one: a
+        backslash inside the tag, as in JSON's ``<\\/tag>``, is the least change that tells them apart."""
+        for message in chat:
+            if message.get("role") != "assistant" and isinstance(content := message.get("content"), str):
+                message["content"] = self._result_tag.sub(lambda m: "<\\" + m.group()[1:], content)
+        return chat
 
     def _join(self, texts: list[str], spliced: list[list[int]], marks: Marks, tokenizer: Tokenizer) -> list[int]:
         ids = tokenizer.encode_parts(self._parts(texts[0], marks, tokenizer, before=spliced[:1]))

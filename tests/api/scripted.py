@@ -37,7 +37,7 @@ class ByteTokenizer:
     eos_token_ids = frozenset({EOS})
     strips_leading_space = False
 
-    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False, bos: bool = False, continuing: bool = False) -> list[int]:
         ids: list[int] = list(text.encode())
         if special and text.startswith("<s>"):
             ids[:3] = [BOS]
@@ -61,7 +61,10 @@ class ByteTokenizer:
 
 
 class PlainTemplate:
-    """``role: content`` lines; refuses what its tests want refused."""
+    """``role: content`` lines; refuses what its tests want refused. ``knows_tools``: it writes their names in front."""
+
+    def __init__(self, knows_tools: bool = False) -> None:
+        self.knows_tools = knows_tools
 
     def encode(
         self,
@@ -76,8 +79,12 @@ class PlainTemplate:
         if messages[0]["content"] == "refuse me":
             raise InvalidRequest("the template refuses", param="messages")
         ids: list[int] = []
+        if tools:
+            ids += tokenizer.encode(" ".join(t["function"]["name"] for t in tools) + "\n")
         for message in messages:
-            calls = "".join(c["function"]["name"] + c["function"]["arguments"] for c in message.get("tool_calls", ()))
+            calls = "".join(
+                f"{c['function']['name']}{c['function']['arguments']}" for c in message.get("tool_calls", ())
+            )
             ids += [*tokenizer.encode(f"{message['role']}: {message['content']}{calls}"), EOS]
         if continue_final_message:
             del ids[-1]

@@ -173,10 +173,12 @@ ASKING: dict[str, Any] = {
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_OA_18_SE_02_PC_11_what_is_not_offered_is_refused_by_name(chat: Post, plain: Post, name: str) -> None:
     value = ASKING.get(name, "something")
-    refused(chat(**{name: value}), name)
+    if name != "tools":  # chat has them
+        refused(chat(**{name: value}), name)
     refused(plain(**{name: value}), name)
     for neutral in NEUTRAL.get(name, (1,)):
-        assert chat(**{name: neutral}).status_code == 200
+        if neutral != {}:
+            assert chat(**{name: neutral}).status_code == 200
         assert plain(**{name: neutral}).status_code == 200
 
 
@@ -255,7 +257,8 @@ def test_OA_11_assistant_and_tool_turns(chat: Post, engine: ScriptedEngine) -> N
             {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "look"},
         ]
         assert chat(messages=history).status_code == 200
-        assert prompt_of(engine) == 'user: qassistant: look{"a":1}tool: rassistant: '
+        written = '<tool_call>[{"name": "look", "arguments": {"a":1}}]</tool_call>'
+        assert prompt_of(engine) == f"user: qassistant: {written}tool: rassistant: "
     silent = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": []}]
     assert chat(messages=silent).status_code == 200
     refused(chat(messages=[{"role": "user"}]), "messages.0.content")

@@ -64,8 +64,8 @@ def test_a_broken_value_is_never_complete(value: Any, data: st.DataObject) -> No
 @pytest.mark.parametrize(
     "text",
     ["[01", "[1.]", "[.5", "[1e]", "[-]", "[+1", "[tru]", "[nul,", "[NaN", "[Infinity", "[1,]", '{"a":1,}', "{a", "{1:",
-     "[\"\\x", '["\\u12g', '["\n', "{]", "[}", '"text"', "1", "true", "[1 2", '{"a" 1', '{"a":}', "[,", "[" * (MAX_DEPTH + 1),
-     "[" + "1" * 500],
+     "[\"\\x", '["\\u12g', '["\n', "{]", "[}", '"text"', "1", "true", "[1 2", '{"a" 1', '{"a":}', "[,",
+     "[" * (MAX_DEPTH + 1), "[" + "1" * 500],
 )  # fmt: skip
 def test_refused(text: str) -> None:
     taken, done = scan(text)

@@ -1,0 +1,103 @@
+"""``tools`` and ``tool_choice``: what the model is shown, how its answer has to begin, and how it is read."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from chatsvc.api.schema import Tool, ToolChoice
+from chatsvc.errors import InvalidRequest
+from chatsvc.text.toolparser import ToolCallParser
+from chatsvc.text.toolprompt import forced_start
+
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request, checked.
+
+    Attributes:
+        shown: as chat templates expect them.
+        forced: the answer has to begin with a call.
+        name: of the function it has to call, None for any.
+        max_calls: None without a limit.
+    """
+
+    shown: list[dict[str, Any]]
+    forced: bool = False
+    name: str | None = None
+    max_calls: int | None = None
+
+    def start(self, *, native: bool) -> str:
+        """What the answer is made to begin with; empty when the model decides."""
+        return forced_start(self.name, native=native) if self.forced else ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallReading:
+    """How an answer to a request with tools is read.
+
+    Attributes:
+        start: what the answer began with before the first generated token.
+    """
+
+    start: str
+    max_calls: int | None
+
+    def parser(self, *, eager: bool) -> ToolCallParser:
+        """For one choice, with ``start`` in it."""
+        parser = ToolCallParser(new_call_id, eager=eager, max_calls=self.max_calls)
+        parser.push(self.start)
+        return parser
+
+
+def new_call_id() -> str:
+    """``call_...``, unique."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def tool_use(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """The tools of a request; None when the model is shown none.
+
+    Raises:
+        InvalidRequest: a choice without tools or of a tool that is not there, two tools of one name, or ``strict``.
+    """
+    mode, name = _choice(choice)
+    if not tools:
+        if mode == "required":
+            raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+        return None
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        path = f"tools.{i}.function"
+        if tool.function.strict:
+            raise InvalidRequest(
+                f"{path}.strict: true is not supported: the arguments are not forced to follow the schema",
+                param=f"{path}.strict",
+                code="unsupported_parameter",
+            )
+        if tool.function.name in names:
+            raise InvalidRequest(f"{path}.name: {tool.function.name} is there twice", param=f"{path}.name")
+        names.add(tool.function.name)
+    if name is not None and name not in names:
+        raise InvalidRequest(f"tool_choice: there is no tool {name[:64]!r}", param="tool_choice")
+    if mode == "none":
+        return None
+    return ToolUse([_shown(t) for t in tools], mode == "required", name, 1 if parallel is False else None)
+
+
+def _choice(choice: ToolChoice | None) -> tuple[Mode, str | None]:
+    if choice is None:
+        return "auto", None
+    return (choice, None) if isinstance(choice, str) else ("required", choice.function.name)
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.function.name}
+    if tool.function.description is not None:
+        function["description"] = tool.function.description
+    function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
