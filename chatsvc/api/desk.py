@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, cast
+
+from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.engine.output import Generation
 from chatsvc.engine.protocol import Engine
@@ -9,10 +14,14 @@ from chatsvc.scheduler.params import SamplingParams
 
 
 class Desk:
-    """Starts generations. Knows those that run, with their tenants."""
+    """Starts generations. Knows those that run, with their tenants.
 
-    def __init__(self, engine: Engine) -> None:
+    ``private``: tenants see nothing of each other.
+    """
+
+    def __init__(self, engine: Engine, *, private: bool) -> None:
         self._engine = engine
+        self._private = private
         self._running: dict[str, tuple[str, Generation]] = {}
 
     def generate(
@@ -71,6 +80,9 @@ class Desk:
         generation.cancel()
         return True
 
-    def owns(self, tenant: str, request_id: str) -> bool:
-        """Whether this runs for the tenant."""
-        return self._running.get(request_id, (None, None))[0] == tenant
+    async def kv_events(self, tenant: str) -> AsyncIterator[dict[str, Any]]:
+        """The engine's block map and its changes, as this tenant may see them."""
+        own = OwnOnly(lambda request_id: self._running.get(request_id, (None, None))[0] == tenant)
+        async with aclosing(cast(AsyncGenerator[dict[str, Any], None], self._engine.kv_events())) as changes:
+            async for change in changes:
+                yield own(change) if self._private else change

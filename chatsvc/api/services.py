@@ -133,7 +133,7 @@ class Services:
     @cached_property
     def desk(self) -> Desk:
         """Every generation is started there."""
-        return Desk(self.engine)
+        return Desk(self.engine, private=self.keys is not None)
 
     @cached_property
     def longest_token(self) -> int:
