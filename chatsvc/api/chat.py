@@ -116,7 +116,7 @@ def call_reading(services: Services, tools: ToolUse | None) -> CallReading | Non
     """How the answer to a prompt with these tools is read."""
     if tools is None or services.template is None:
         return None
-    return CallReading(tools.start(native=services.template.knows_tools), tools.max_calls)
+    return tools.reading(native=services.template.knows_tools)
 
 
 async def create(services: Services, request: Request) -> Response:
@@ -151,6 +151,7 @@ async def create(services: Services, request: Request) -> Response:
         vocab_size=engine.capacity.vocab_size,
         max_n=services.settings.max_n,
         seed=services.seeds.of(body.seed),
+        more_stops=tools.stop if tools else (),
     )
     info = request_info(request)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"

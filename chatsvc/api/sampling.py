@@ -59,6 +59,7 @@ def sampling_params(
     vocab_size: int,
     max_n: int,
     seed: int,
+    more_stops: tuple[str, ...] = (),
 ) -> SamplingParams:
     """Everything resolved and checked against the model.
 
@@ -66,6 +67,7 @@ def sampling_params(
         max_tokens: as :func:`room_for` resolved it.
         logprobs: number of alternatives, None for no log-probabilities at all.
         seed: as :class:`~chatsvc.api.seeds.Seeds` gave it.
+        more_stops: stop strings besides the caller's.
 
     Raises:
         InvalidRequest: naming the field.
@@ -95,7 +97,7 @@ def sampling_params(
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_logit_bias(fields.logit_bias, vocab_size),
         seed=seed,
-        stop=stop,
+        stop=stop + more_stops,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         min_tokens=min_tokens,
         ignore_eos=bool(fields.ignore_eos),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from chatsvc.api.schema import Tool, ToolChoice
 from chatsvc.errors import InvalidRequest
-from chatsvc.text.toolparser import ToolCallParser
+from chatsvc.text.toolparser import CLOSE, ToolCallParser
 from chatsvc.text.toolprompt import forced_start
 
 Mode = Literal["none", "auto", "required"]
@@ -17,7 +17,7 @@ Mode = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request, checked.
+    """The tools of one request, checked. An answer that is forced to be a call ends with the tag it begins with.
 
     Attributes:
         shown: as chat templates expect them.
@@ -35,6 +35,16 @@ class ToolUse:
         """What the answer is made to begin with; empty when the model decides."""
         return forced_start(self.name, native=native) if self.forced else ""
 
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Stop strings of the answer: after a forced call nothing is asked for."""
+        return (CLOSE,) if self.forced else ()
+
+    def reading(self, *, native: bool) -> CallReading:
+        """How the answer is read."""
+        names = frozenset(tool["function"]["name"] for tool in self.shown)
+        return CallReading(self.start(native=native), names, self.max_calls)
+
 
 @dataclass(frozen=True, slots=True)
 class CallReading:
@@ -42,14 +52,17 @@ class CallReading:
 
     Attributes:
         start: what the answer began with before the first generated token.
+        names: of the functions. A call of another one is text.
+        max_calls: None without a limit.
     """
 
     start: str
+    names: frozenset[str]
     max_calls: int | None
 
     def parser(self, *, eager: bool) -> ToolCallParser:
         """For one choice, with ``start`` in it."""
-        parser = ToolCallParser(new_call_id, eager=eager, max_calls=self.max_calls)
+        parser = ToolCallParser(new_call_id, eager=eager, names=self.names, max_calls=self.max_calls)
         parser.push(self.start)
         return parser
 
@@ -86,7 +99,10 @@ def tool_use(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: 
         raise InvalidRequest(f"tool_choice: there is no tool {name[:64]!r}", param="tool_choice")
     if mode == "none":
         return None
-    return ToolUse([_shown(t) for t in tools], mode == "required", name, 1 if parallel is False else None)
+    if mode == "required" and len(names) == 1:
+        (name,) = names
+    one = parallel is False or (name is not None and choice != "required")
+    return ToolUse([_shown(t) for t in tools], mode == "required", name, 1 if one else None)
 
 
 def _choice(choice: ToolChoice | None) -> tuple[Mode, str | None]:

@@ -8,14 +8,14 @@
 
 One tag may hold several objects, as a list or one after the other; there may be several tags; the last may be unclosed
 at the end of the answer. Space between calls, and between them and the text around, is no text. What looks like a call
-and is none (no JSON, no name) is text like any other, tags included: nothing the model wrote is lost.
+and is none (no JSON, no known name) is text like any other, tags included: nothing the model wrote is lost.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -69,11 +69,20 @@ class ToolCallParser:
         new_id: makes the id of a call.
         eager: hand on a call's arguments while they come. A call that turns out to be broken then stays what was handed
             on, and its rest is text. Otherwise a call comes when it is complete, and a broken one is text as a whole.
+        names: of the functions there are; None: any name will do.
         max_calls: calls after so many are dropped; None: no limit.
     """
 
-    def __init__(self, new_id: Callable[[], str], *, eager: bool, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        new_id: Callable[[], str],
+        *,
+        eager: bool,
+        names: Collection[str] | None = None,
+        max_calls: int | None = None,
+    ) -> None:
         self._new_id = new_id
+        self._names = names
         self._eager = eager
         self._max_calls = max_calls
         self._state = _State.TEXT
@@ -197,7 +206,7 @@ class ToolCallParser:
         if char == "{" and self._scanner.depth == 2 and not self._looked:
             self._looked = True
             head = _HEAD.match("".join(self._object))
-            if head is not None and (name := _loads(head[1])) and _is_unicode(name):
+            if head is not None and self._known(name := _loads(head[1])):
                 self._arguments_at, self._name = len(self._object) - 1, name
         elif (
             char == "}" and self._scanner.depth == 1 and self._arguments_at is not None and self._arguments_end is None
@@ -212,7 +221,7 @@ class ToolCallParser:
         """A whole object: a call, if it has a name."""
         if self._arguments_at is None:
             call = _call(_loads("".join(self._object)))
-            if call is None:
+            if call is None or not self._known(call[0]):
                 self._give_up()
                 return
             self._name, arguments = call
@@ -255,6 +264,9 @@ class ToolCallParser:
     def _body_is_new(self) -> bool:
         """No object of the open tag became a call."""
         return "".join(self._held).lstrip().startswith(OPEN)
+
+    def _known(self, name: str | None) -> bool:
+        return bool(name) and _is_unicode(name or "") and (self._names is None or name in self._names)
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -320,8 +332,6 @@ def _refuse(name: str) -> Any:
 def _call(value: Any) -> tuple[str, str] | None:
     """(name, arguments as JSON text) of an object whose keys stand in an unusual order; None when it is no call."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
-        return None
-    if not name or not _is_unicode(name):
         return None
     arguments: Any = next((value[key] for key in _ARGUMENTS if value.get(key) is not None), {})
     if isinstance(arguments, str):  # some models write them as a string that holds JSON

@@ -174,7 +174,7 @@ def test_tool_choice_none_shows_no_tools_and_reads_no_calls(chat: Post, engine: 
 
 def test_a_named_choice_forces_the_call(chat: Post, server: Server, engine: ScriptedEngine) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
-    engine.script = text_script(' {"zone": "CET"}}]</tool_call>')
+    engine.script = text_script(' {"zone": "CET"}}, {"name": "clock"}]</tool_call> And more.')
     answer = chat(tool_choice=named).json()
     assert prompt_of(engine).endswith('assistant: <tool_call>[{"name": "clock", "arguments":')
     assert answer["usage"]["prompt_tokens"] == len(engine.plays[-1].prompt)
@@ -194,9 +194,14 @@ def test_required_forces_a_call(chat: Post, engine: ScriptedEngine) -> None:
     assert prompt_of(engine).endswith('assistant: <tool_call>[{"name":')
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
     assert choice["finish_reason"] == "tool_calls"
+    assert chat(tool_choice="required", tools=[CLOCK]).status_code == 200  # no choice: it is the one there is
+    assert prompt_of(engine).endswith('assistant: <tool_call>[{"name": "clock", "arguments":')
 
 
 def test_a_forced_call_that_the_model_spoils_loses_nothing(chat: Post, engine: ScriptedEngine) -> None:
+    engine.script = text_script(' "nobody", "arguments": {}}]</tool_call>')
+    choice = chat(tool_choice="required").json()["choices"][0]
+    assert choice["message"]["content"] == '<tool_call>[{"name": "nobody", "arguments": {}}]'
     engine.script = text_script(" I would rather not.")
     choice = chat(tool_choice="required").json()["choices"][0]
     assert choice["message"]["content"] == '<tool_call>[{"name": I would rather not.'

@@ -134,7 +134,7 @@ pieces_of_output = st.lists(
 ).map("".join)  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(pieces_of_output, st.data(), st.booleans())
 def test_any_output_cut_anywhere(output: str, data: st.DataObject, eager: bool) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
@@ -171,6 +171,24 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.push('ce"') == [CallArguments(0, 'ce"')]
     assert parser.push("}") == [CallArguments(0, "}")]
     assert parser.push("}</tool_call>\n") == [] and parser.flush() == [] and parser.calls == 1
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_calls_of_unknown_functions_are_text(eager: bool) -> None:
+    def parser() -> ToolCallParser:
+        return ToolCallParser(lambda: "id", eager=eager, names={"f"})
+
+    for output in (f"<tool_call>{G}</tool_call>", '<tool_call>{"arguments": {}, "name": "ff"}</tool_call>'):
+        p = parser()
+        seen = Seen()
+        for char in output:
+            seen.add(p.push(char))
+        assert seen.add(p.flush()).plain == (output, [])
+    p = parser()
+    assert Seen().add(p.push(f"<tool_call>[{F}, {G}]</tool_call>") + p.flush()).plain == (
+        f", {G}]</tool_call>",
+        [("f", FA)],
+    )
 
 
 def test_calls_over_the_limit_are_dropped() -> None:
