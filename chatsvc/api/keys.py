@@ -150,10 +150,11 @@ _HINTS = {
 
 
 def _complaint(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_input=False)
+    if any(e["loc"][0] != "key" for e in errors):
+        return "there may be nothing but [[key]] entries"
+    first = errors[0]
     where = first["loc"]
-    if where[:1] != ("key",):
-        return "there may be nothing but [[key]] entries" if first["type"] == "extra_forbidden" else "no [[key]] in it"
     if len(where) < 3:
         return f"from 1 to {MAX_KEYS} [[key]] entries"
     entry, name = f"key {int(where[1]) + 1}", str(where[2])
