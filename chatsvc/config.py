@@ -100,7 +100,9 @@ class ServeConfig(BaseModel):
     max_queue: int = _field(256, "Scheduling", "requests that may wait; one more gets 429", ge=1)
     queue_timeout: Seconds = _field(60.0, "Scheduling", "longest wait for the first step")
 
-    engine: Literal["thread", "process"] = _field("thread", "Engine", "only thread in this version")
+    engine: Literal["thread", "process"] = _field(
+        "thread", "Engine", "the engine in a thread, or in a process of its own"
+    )
     executor: Literal["local", "simulated"] = _field("local", "Engine", "simulated: no weights, a given step time")
     simulated_step_ms: float = _field(20.0, "Engine", "simulated: fixed part of a step", ge=0)
     simulated_token_ms: float = _field(0.1, "Engine", "simulated: added per token", ge=0)
@@ -127,7 +129,6 @@ class ServeConfig(BaseModel):
         later = {
             "--quantization int8": self.quantization == "int8",
             f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
-            "--engine process": self.engine == "process",
             f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
             "--tensor-parallel-size": self.tensor_parallel_size != 1,
         }

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from chatsvc.api.chat import check_model
 from chatsvc.api.frames import dumps, event
+from chatsvc.api.middleware import request_info
 from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
 
@@ -68,14 +69,16 @@ def routes(services: Services) -> list[Route]:
         return JSONResponse({"status": "not ready", **store}, 503, headers={"Retry-After": "2"})
 
     async def metrics(request: Request) -> Response:
+        await engine.metrics.refresh()
         return Response(generate_latest(engine.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def kv(request: Request) -> Response:
-        return Response(await encode_snapshot(engine.kv_snapshot()), media_type="application/json")
+        async with closing(services.desk.kv_events(request_info(request).tenant)) as events:
+            return Response(await encode_snapshot(await anext(events)), media_type="application/json")
 
     async def kv_stream(request: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
-            async with closing(engine.kv_events()) as changes:
+            async with closing(services.desk.kv_events(request_info(request).tenant)) as changes:
                 async for change in changes:
                     yield event(change)
 

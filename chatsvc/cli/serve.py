@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -24,7 +25,8 @@ from chatsvc.api.turns import Turns
 from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.cli.remarks import remarks
 from chatsvc.config import ServeConfig
-from chatsvc.engine.build import Built, build
+from chatsvc.engine import remote
+from chatsvc.engine.protocol import Built, ServedEngine
 from chatsvc.errors import ChatsvcError, ConfigError, EngineDead, StoreError
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.select import open_store
@@ -56,6 +58,12 @@ def command(**values: Any) -> None:
 
 def _loop_factory() -> Any:
     return uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
+
+
+def build(config: ServeConfig) -> Built[ServedEngine]:
+    """The engine in this process. torch is imported only where the engine runs, and that may be elsewhere."""
+    built: Built[ServedEngine] = importlib.import_module("chatsvc.engine.build").build(config)
+    return built
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -116,7 +124,11 @@ class Server:
             self._tasks.append(asyncio.create_task(keys.watch()))
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._on_signal_early, sig)
-        building = asyncio.create_task(asyncio.to_thread(build, config))  # may compile: signals are heard meanwhile
+        elsewhere = config.engine == "process"
+        # May compile: signals are heard meanwhile.
+        building: asyncio.Task[Built[ServedEngine]] = asyncio.create_task(
+            remote.launch(config) if elsewhere else asyncio.to_thread(build, config)
+        )
         if not await self._unless_at_once(building):
             return self._status
         built = building.result()
@@ -147,7 +159,7 @@ class Server:
             work.result()
         return work.done()
 
-    def _services(self, built: Built, store: WatchedStore, keys: KeyFile | None) -> Services:
+    def _services(self, built: Built[ServedEngine], store: WatchedStore, keys: KeyFile | None) -> Services:
         config = self.config
         return Services(
             engine=built.engine,
@@ -177,7 +189,7 @@ class Server:
         if interrupted:
             log.info("%d answers were cut off by the last stop and are marked interrupted", interrupted)
 
-    async def _load(self, uv: uvicorn.Server, built: Built, url: str) -> None:
+    async def _load(self, uv: uvicorn.Server, built: Built[ServedEngine], url: str) -> None:
         try:
             await built.engine.start()
         except EngineDead:  # a signal came while it loaded
@@ -207,7 +219,9 @@ class Server:
         log.info("%s while the model is loading: ending", sig.name)
         self.at_once.set()
 
-    def _on_signal(self, sig: signal.Signals, uv: uvicorn.Server, built: Built, services: Services) -> None:
+    def _on_signal(
+        self, sig: signal.Signals, uv: uvicorn.Server, built: Built[ServedEngine], services: Services
+    ) -> None:
         if self._loading is None or not self._loading.done():
             self._on_signal_early(sig)
             return
@@ -222,7 +236,7 @@ class Server:
         services.uploads.close()
         self._tasks.append(asyncio.create_task(self._finish(uv, built)))
 
-    async def _finish(self, uv: uvicorn.Server, built: Built) -> None:
+    async def _finish(self, uv: uvicorn.Server, built: Built[ServedEngine]) -> None:
         done = await built.engine.drained(self.config.drain_timeout)
         if not done:
             log.warning("%d answers were still running and are ended", built.engine.num_requests)
@@ -230,7 +244,7 @@ class Server:
         self._engine_stopped = True
         uv.should_exit = True
 
-    async def _close(self, built: Built, turns: Turns, store: SessionStore) -> None:
+    async def _close(self, built: Built[ServedEngine], turns: Turns, store: SessionStore) -> None:
         closings = [turns.close, store.close]
         if not self._engine_stopped:
             closings.insert(0, built.engine.stop)

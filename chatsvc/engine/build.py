@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,8 +12,9 @@ import torch
 from chatsvc.config import ServeConfig, usable_cpus, usable_memory
 from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
 from chatsvc.engine.persistence import DiskCache
+from chatsvc.engine.protocol import Built, text_side
 from chatsvc.errors import ConfigError
-from chatsvc.modelfiles import ModelFiles, fingerprint, resolve
+from chatsvc.modelfiles import ModelFiles, fingerprint
 from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
@@ -23,23 +23,12 @@ from chatsvc.runtime import kv
 from chatsvc.runtime.executor import Executor
 from chatsvc.runtime.local import LocalConfig, LocalExecutor, plan_capacity
 from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
-from chatsvc.text.template import ChatTemplate, load_template
-from chatsvc.text.tokenizer import Tokenizer, load_tokenizer
+from chatsvc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 SIMULATED_BLOCKS = 4096
 SIMULATED_CONTEXT = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """An engine that is not started yet, and the text side that goes with it."""
-
-    engine: AsyncEngine
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    files: ModelFiles
 
 
 def device_of() -> torch.device:
@@ -55,15 +44,14 @@ def dtype_of(config: ServeConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def build(config: ServeConfig) -> Built:
+def build(config: ServeConfig) -> Built[AsyncEngine]:
     """Everything that can be found wrong without reading weights is found here.
 
     Raises: ConfigError, ModelError.
     """
-    files = resolve(config.model)
-    tokenizer = load_tokenizer(files)
-    template = load_template(files, tokenizer, config.chat_template)
-    if template is None:
+    text = text_side(config)
+    files, tokenizer = text.files, text.tokenizer
+    if text.template is None:
         log.warning("%s has no chat template: chat requests will be refused; give one with --chat-template", files.name)
     executor = _simulated(config, tokenizer) if config.executor == "simulated" else _local(config, files)
     if config.preemption == "swap" and not config.host_kv_memory:
@@ -84,7 +72,7 @@ def build(config: ServeConfig) -> Built:
         prefill_share=config.prefill_share,
         keep_shared=config.keep_shared_prefixes,
     )
-    return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, template, files)
+    return Built(AsyncEngine(engine_config, executor, tokenizer), tokenizer, text.template, files)
 
 
 def _disk_cache(config: ServeConfig, files: ModelFiles) -> DiskCache | None:

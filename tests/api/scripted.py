@@ -147,6 +147,9 @@ class ScriptedEngine:
     def metrics(self) -> ScriptedEngine:
         return self
 
+    async def refresh(self) -> None:
+        """Nothing is counted elsewhere."""
+
     @property
     def running(self) -> list[Play]:
         return [p for p in self.plays if not p.generation.finished]
@@ -242,7 +245,7 @@ class ScriptedEngine:
         return {"block_size": self.block_size, "blocks": blocks, "sequences": []}
 
     async def kv_events(self) -> AsyncIterator[dict[str, Any]]:
-        for change in self.kv_changes:
+        for change in self.kv_changes or [{"type": "snapshot", **self.kv_snapshot()}]:
             yield change
         await asyncio.Event().wait()
 
@@ -263,9 +266,10 @@ class Server:
         *,
         head_timeout: float = 30.0,
         keep_alive: float = 75,
+        make_engine: Callable[[], Coroutine[Any, Any, Any]] | None = None,
         **changes: Any,
     ) -> None:
-        self._head_timeout, self._keep_alive = head_timeout, keep_alive
+        self._head_timeout, self._keep_alive, self._make_engine = head_timeout, keep_alive, make_engine
         self._started = threading.Event()
         self._settings = settings or ApiSettings(ping_interval=0.2)
         self._changes = changes
@@ -287,6 +291,8 @@ class Server:
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = ScriptedEngine()
+        if self._make_engine is not None:
+            self._changes["engine"] = await self._make_engine()
         self.services = Services(
             **{  # type: ignore[arg-type]
                 "engine": self.engine,

@@ -1,9 +1,12 @@
-"""The API on the real engine; only the model is simulated."""
+"""The API on the real engine, here and in a process of its own; only the model is simulated."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +17,8 @@ from wire import CHAT, Connection, events, stream, texts
 
 from chatsvc.api.answers_schema import KVSnapshot
 from chatsvc.engine.async_engine import AsyncEngine, EngineConfig
+from chatsvc.engine.protocol import ServedEngine
+from chatsvc.engine.remote import RemoteEngine
 from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
 
 CHAT_PATH = "/v1/chat/completions"
@@ -21,23 +26,38 @@ BLOCKS, SIZE = 120, 16
 LIMIT = 1000
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Server, AsyncEngine]]:
-    # Letters only: no end token, answers run to their cap.
+def make_engine() -> AsyncEngine:
+    """Letters only: no end token, answers run to their cap. Imported by name in the engine's own process."""
     config = SimulatedConfig(BLOCKS, SIZE, VOCAB, LIMIT, step_seconds=0.001)
     executor = SimulatedExecutor(config, hashed_token(97, 123))
-    engine = AsyncEngine(EngineConfig(SIZE, max_queue=300), executor, TOKENIZER)  # type: ignore[arg-type]
-    with Server(engine=engine) as server:
-        answer = httpx.get(server.url + "/ready", trust_env=False)
-        assert answer.status_code == 503
-        assert httpx.post(server.url + CHAT_PATH, json=CHAT, trust_env=False).status_code == 503
-        server.wait(engine.start())
-        yield server, engine
-        server.wait(engine.stop())
+    return AsyncEngine(EngineConfig(SIZE, max_queue=300), executor, TOKENIZER)  # type: ignore[arg-type]
+
+
+async def make_here() -> ServedEngine:
+    return make_engine()
+
+
+async def make_there() -> ServedEngine:
+    return await RemoteEngine.launch("test_api_engine:make_engine")
+
+
+@pytest.fixture(scope="module", params=[make_here, make_there], ids=["thread", "process"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Server, ServedEngine]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        server = Server(make_engine=request.param)
+        with server:
+            engine = server.services.engine
+            answer = httpx.get(server.url + "/ready", trust_env=False)
+            assert answer.status_code == 503
+            assert httpx.post(server.url + CHAT_PATH, json=CHAT, trust_env=False).status_code == 503
+            server.wait(engine.start())
+            yield server, engine
+            server.wait(engine.stop())
 
 
 @pytest.fixture
-def api(served: tuple[Server, AsyncEngine]) -> Iterator[httpx.Client]:
+def api(served: tuple[Server, ServedEngine]) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served[0].url, timeout=30, trust_env=False) as client:
         yield client
 
@@ -48,7 +68,9 @@ def metric(api: httpx.Client, name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize(("length", "expected"), [(47, 32), (48, 47), (49, 48)])
-def test_PC_09_cached_tokens(served: tuple[Server, AsyncEngine], api: httpx.Client, length: int, expected: int) -> None:
+def test_PC_09_cached_tokens(
+    served: tuple[Server, ServedEngine], api: httpx.Client, length: int, expected: int
+) -> None:
     """A multiple of the block size, or the prompt less the one token that is always computed."""
     body = {"model": "tiny", "prompt": [length] * length, "max_tokens": 3, "temperature": 0}
     cold = api.post("/v1/completions", json=body).json()
@@ -70,7 +92,7 @@ def test_SE_06_the_answer_ends_exactly_at_the_limit(api: httpx.Client) -> None:
 
 
 def test_ST_01_OB_01_two_hundred_cut_connections_leave_nothing(
-    served: tuple[Server, AsyncEngine], api: httpx.Client
+    served: tuple[Server, ServedEngine], api: httpx.Client
 ) -> None:
     server, engine = served
     before = metric(api, "chatsvc_requests_finished_total", reason="abort")
@@ -89,7 +111,7 @@ def test_ST_01_OB_01_two_hundred_cut_connections_leave_nothing(
     assert api.post(CHAT_PATH, json={**CHAT, "max_tokens": 5}).status_code == 200
 
 
-def test_the_block_map_changes(served: tuple[Server, AsyncEngine], api: httpx.Client) -> None:
+def test_the_block_map_changes(served: tuple[Server, ServedEngine], api: httpx.Client) -> None:
     with Connection(served[0].port) as c:
         c.send("GET", "/debug/kv/stream")
         assert c.head()[0] == 200
@@ -101,7 +123,7 @@ def test_the_block_map_changes(served: tuple[Server, AsyncEngine], api: httpx.Cl
         assert events(piece)[0]["type"] == "change"
 
 
-def test_a_cancel_reaches_the_engine(served: tuple[Server, AsyncEngine], api: httpx.Client) -> None:
+def test_a_cancel_reaches_the_engine(served: tuple[Server, ServedEngine], api: httpx.Client) -> None:
     with Connection(served[0].port) as c:
         c.post(CHAT_PATH, {**CHAT, "stream": True})
         assert c.head()[0] == 200
@@ -128,10 +150,13 @@ def test_one_seed_one_answer(api: httpx.Client) -> None:
     assert ask() != ask()
 
 
-def test_SH_04_while_draining_streams_go_on_and_new_requests_are_refused() -> None:
-    config = SimulatedConfig(BLOCKS, SIZE, VOCAB, LIMIT, step_seconds=0.001)
-    engine = AsyncEngine(EngineConfig(SIZE), SimulatedExecutor(config, hashed_token(97, 123)), TOKENIZER)  # type: ignore[arg-type]
-    with Server(engine=engine) as server, httpx.Client(base_url=server.url, trust_env=False) as api:
+@pytest.mark.parametrize("make", [make_here, make_there], ids=["thread", "process"])
+def test_SH_04_while_draining_streams_go_on_and_new_requests_are_refused(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with Server(make_engine=make) as server, httpx.Client(base_url=server.url, trust_env=False) as api:
+        engine = server.services.engine
         server.wait(engine.start())
         with Connection(server.port) as c:
             c.post(CHAT_PATH, {**CHAT, "stream": True, "max_tokens": 300})
@@ -142,4 +167,30 @@ def test_SH_04_while_draining_streams_go_on_and_new_requests_are_refused() -> No
             assert (api.get("/health").status_code, api.get("/ready").status_code) == (200, 503)
             seen = events(c.answer()[2])
             assert seen[-1] == "[DONE]" and len(texts(seen)[0]) == 300
+        server.wait(engine.stop())
+
+
+def test_SH_02_streams_of_a_killed_engine_end_with_an_error_event_and_health_is_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with Server(make_engine=make_there) as server, httpx.Client(base_url=server.url, trust_env=False) as api:
+        engine = server.services.engine
+        assert isinstance(engine, RemoteEngine)
+        server.wait(engine.start())
+        with Connection(server.port) as c, Connection(server.port) as whole:
+            c.post(CHAT_PATH, {**CHAT, "stream": True})
+            whole.post(CHAT_PATH, CHAT)
+            first = c.head() and c.piece()
+            server.until(lambda e: engine.num_requests == 2)
+            os.kill(engine.pid, signal.SIGKILL)
+            raw = first
+            while piece := c.piece():
+                raw += piece
+            seen = events(raw)
+            assert seen[-1]["error"]["type"] == "server_error" and seen[-1]["error"]["message"]
+            assert whole.answer()[0] == 503
+        assert [api.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
+        assert api.post(CHAT_PATH, json=CHAT).status_code == 503
+        assert api.get("/metrics").status_code == 200
         server.wait(engine.stop())
