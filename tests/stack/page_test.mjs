@@ -9,6 +9,7 @@ const bytes = (text) => new TextEncoder().encode(text);
 const { EventParser, readEvents } = await load("sse.js");
 const { Api, ApiError, ConnectionLost, readAnswer } = await load("api.js");
 const { TurnReader, TurnGone, whyNotNow } = await load("turn.js");
+const { Door } = await load("door.js");
 const tree = await load("tree.js");
 
 // -- the parser: the same events for every cut ---------------------------------------------------------------------
@@ -104,6 +105,65 @@ calls = [];
 answers.push(json(200, {}));
 await api.session("../x?y#z");
 assert.equal(calls[0][1], "/v1/sessions/..%2Fx%3Fy%23z"); // an id is data, not a path
+
+// -- the key: asked for when the server wants one, and once -------------------------------------------------------
+
+const door = (key = "") => {
+  const fields = { "#door-wrong": {}, "#door-key": {}, "#door-remember": { checked: false } };
+  const dialog = new EventTarget();
+  dialog.shown = 0;
+  dialog.querySelector = (name) => fields[name];
+  dialog.showModal = () => dialog.shown++;
+  dialog.answer = (key, value = "yes") => {
+    fields["#door-key"].value = key;
+    dialog.returnValue = value;
+    dialog.dispatchEvent(new Event("close"));
+  };
+  const settings = { apiKey: key, setKey: (k, remember) => Object.assign(settings, { apiKey: k, remember }), showKey: () => (settings.seen = true) };
+  const asker = new Door(dialog, settings);
+  return { dialog, settings, fields, asker, api: new Api(() => settings.apiKey, (refused) => asker.ask(refused)) };
+};
+const tick = () => new Promise((resolve) => setTimeout(resolve));
+const refused = () => json(401, { error: { message: "An API key is needed" } });
+{
+  const { dialog, settings, fields, api } = door();
+  calls = [];
+  answers.push(refused(), refused(), refused(), json(200, { a: 1 }), json(200, { a: 2 }), json(200, { a: 3 }));
+  const all = Promise.all([api.models(), api.sessions(), api.session("s")]);
+  await tick();
+  assert.deepEqual([dialog.shown, settings.seen, fields["#door-wrong"].hidden], [1, true, true]); // three refusals, one question
+  assert.ok(calls.every((c) => !("Authorization" in c[2])));
+  dialog.answer(" sk-good ");
+  assert.deepEqual((await all).map((x) => x.a), [1, 2, 3]);
+  assert.deepEqual(calls.slice(3).map((c) => c[2].Authorization), Array(3).fill("Bearer sk-good"));
+  assert.ok(calls.every((c) => !c[1].includes("sk-good"))); // never in an address
+  assert.deepEqual([settings.apiKey, settings.remember, fields["#door-key"].value], ["sk-good", false, ""]);
+}
+{
+  const { dialog, fields, settings, api } = door("sk-old"); // a wrong key, then another wrong one, then none
+  fields["#door-remember"].checked = true;
+  answers.push(refused(), refused());
+  const one = api.models();
+  await tick();
+  assert.equal(fields["#door-wrong"].hidden, false);
+  dialog.answer("sk-new");
+  await tick();
+  assert.deepEqual([dialog.shown, settings.apiKey, settings.remember], [2, "sk-new", true]);
+  dialog.answer("", "");
+  await assert.rejects(one, (e) => e.status === 401 && /needed/.test(e.message));
+  answers.push(refused());
+  await assert.rejects(api.models(), (e) => e.status === 401); // and is not asked again at every turn
+  assert.equal(dialog.shown, 2);
+  settings.apiKey = "sk-right"; // given in the settings
+  answers.push(json(200, {}));
+  await api.models();
+}
+{
+  const { dialog, api } = door("sk");
+  answers.push(json(403, { error: { message: "may not" } })); // a good key, but not for this: no question
+  await assert.rejects(api.models(), (e) => e.status === 403);
+  assert.equal(dialog.shown, 0);
+}
 
 // -- a turn through lost connections ---------------------------------------------------------------------------------
 

@@ -13,16 +13,27 @@ export class ApiError extends Error {
 }
 
 export class Api {
-  /** @param {() => string} key the API key, "" without one */
-  constructor(key) {
+  /**
+   * @param {() => string} key the API key, "" without one
+   * @param {(refused: string) => Promise<boolean>} ask called when the server refuses that key; true: try once more
+   */
+  constructor(key, ask = async () => false) {
     this.key = key;
+    this.ask = ask;
   }
 
-  async request(method, path, { body, signal, headers = {} } = {}) {
-    const key = this.key();
-    let response;
+  async request(method, path, options = {}) {
+    for (;;) {
+      const key = this.key();
+      const response = await this.fetch(key, method, path, options);
+      if (response.ok) return response;
+      if (response.status !== 401 || !(await this.ask(key))) throw await failure(response);
+    }
+  }
+
+  async fetch(key, method, path, { body, signal, headers = {} }) {
     try {
-      response = await fetch(path, {
+      return await fetch(path, {
         method,
         signal,
         cache: "no-store",
@@ -37,8 +48,6 @@ export class Api {
       if (error.name === "AbortError") throw error;
       throw new ApiError("The server cannot be reached.");
     }
-    if (!response.ok) throw await failure(response);
-    return response;
   }
 
   async json(method, path, options) {

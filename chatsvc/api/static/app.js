@@ -1,6 +1,7 @@
 // The chat page: what is shown, and what happens when something is pressed.
 
 import { Api, ApiError } from "./api.js";
+import { Door } from "./door.js";
 import { Sidebar } from "./sidebar.js";
 import { Settings } from "./settings.js";
 import { lastLeaf, newestLeaf, pathTo, siblings } from "./tree.js";
@@ -20,7 +21,8 @@ const STOP_WAIT = 3000; // ms that a stopped answer may take to end by itself
 class Page {
   constructor() {
     this.settings = new Settings($("settings"));
-    this.api = new Api(() => this.settings.apiKey);
+    this.door = new Door($("door"), this.settings);
+    this.api = new Api(() => this.settings.apiKey, (refused) => this.door.ask(refused));
     this.session = null; // as the server has it; null: a new chat
     this.leaf = null; // the last message that is shown
     this.views = [];

@@ -1,22 +1,25 @@
-// Sampling settings, API key and appearance: kept in this browser.
+// Sampling settings, API key and appearance: kept in this browser. The key is never part of an address.
 
 const DEFAULTS = { temperature: "0.7", top_p: "0.95", repetition_penalty: "1.1", top_k: "", max_tokens: "", seed: "" };
 const STORE = "chatsvc.settings";
 const KEY = "chatsvc.key";
 const THEME = "chatsvc.theme";
 
-function load(name) {
+const local = () => localStorage; // reading the property itself may throw
+const tab = () => sessionStorage;
+
+function load(name, where = local) {
   try {
-    return localStorage.getItem(name);
+    return where().getItem(name);
   } catch {
     return null; // private mode
   }
 }
 
-function save(name, value) {
+function save(name, value, where = local) {
   try {
-    if (value) localStorage.setItem(name, value);
-    else localStorage.removeItem(name);
+    if (value) where().setItem(name, value);
+    else where().removeItem(name);
   } catch {
     // works without, until the page is closed
   }
@@ -31,7 +34,8 @@ export class Settings {
     } catch {
       // somebody else's data
     }
-    this.apiKey = load(KEY) || "";
+    this.remember = Boolean(load(KEY));
+    this.apiKey = load(KEY) || load(KEY, tab) || "";
     for (const name of Object.keys(DEFAULTS)) {
       const input = this.field(name);
       input.value = this.values[name];
@@ -40,7 +44,8 @@ export class Settings {
     }
     const key = this.field("key");
     key.value = this.apiKey;
-    key.addEventListener("change", () => save(KEY, (this.apiKey = key.value.trim())));
+    key.addEventListener("change", () => this.setKey(key.value.trim(), this.remember));
+    if (this.apiKey) this.showKey();
     const theme = this.field("theme");
     theme.value = load(THEME) || "";
     theme.addEventListener("change", () => this.paint(theme.value));
@@ -51,6 +56,20 @@ export class Settings {
 
   field(name) {
     return this.dialog.querySelector(`#${name}`);
+  }
+
+  /** The key from now on, "" for none: for this tab, or to be remembered by the browser. */
+  setKey(key, remember) {
+    this.apiKey = key;
+    this.remember = remember;
+    save(KEY, remember ? key : "");
+    save(KEY, remember ? "" : key, tab);
+    this.field("key").value = key;
+  }
+
+  /** The server wants keys: show where it can be changed. */
+  showKey() {
+    this.field("key-part").hidden = false;
   }
 
   changed(name) {
