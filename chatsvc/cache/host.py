@@ -8,6 +8,7 @@ pinned until the step is over.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from chatsvc.cache.block import Block, Content
@@ -48,7 +49,8 @@ class HostTier:
         self.pool = BlockPool(num_blocks, index)
         self.blocks_out = 0
         self.blocks_in = 0
-        self._step = _Step()
+        self._step = _Step()  # being planned
+        self._in_flight: deque[_Step] = deque()  # submitted, oldest first
 
     def find(self, digest: bytes, parent_id: int, tokens: bytes, extra: bytes) -> Block | None:
         return self.pool.index.find(digest, parent_id, tokens, extra)
@@ -109,8 +111,8 @@ class HostTier:
 
     @property
     def arriving(self) -> list[Block]:
-        """Host blocks whose content is moved here by the step that is planned or runs."""
-        return self._step.stored
+        """Host blocks whose content is moved here by the step that is planned or by one in flight."""
+        return [b for step in (*self._in_flight, self._step) for b in step.stored]
 
     def release(self, swapped: Swapped) -> None:
         """The sequence has come back, or ended: its pins go; full blocks stay findable."""
@@ -118,17 +120,20 @@ class HostTier:
             self.pool.unref(block)
         swapped.pinned, swapped.tail = [], None
 
-    def take_moves(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """(out as (device, host), in as (host, device)) of the step that is about to be submitted."""
-        out = tuple((device, host) for host, device in self._step.out.items())
-        into = tuple((host, device) for device, host in self._step.into.items())
+    def seal(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """(out as (device, host), in as (host, device)) of the planned step, which is in flight from here on."""
+        step, self._step = self._step, _Step()
+        self._in_flight.append(step)
+        out = tuple((device, host) for host, device in step.out.items())
+        into = tuple((host, device) for device, host in step.into.items())
         self.blocks_out += len(out)
         self.blocks_in += len(into)
         return out, into
 
     def step_over(self, *, failed: bool) -> None:
-        """The moves are done; or nobody knows whether they are, and what they brought here is not to be believed."""
-        step, self._step = self._step, _Step()
+        """The oldest step's moves are done; or nobody knows whether they are, and what they brought is not to be
+        believed."""
+        step = self._in_flight.popleft()
         for block in step.pins:
             self.pool.unref(block)
         if failed:
@@ -143,7 +148,8 @@ class HostTier:
         """The pool is whole and every reference is somebody's pin. Raises: AssertionError."""
         self.pool.check_integrity()
         counts: dict[int, int] = {}
-        for block in self._step.pins + [b for s in swapped for b in s.blocks]:
+        pins = [b for step in (*self._in_flight, self._step) for b in step.pins]
+        for block in pins + [b for s in swapped for b in s.blocks]:
             counts[block.id] = counts.get(block.id, 0) + 1
         for block in self.pool.blocks[1:]:
             assert block.ref_count == counts.get(block.id, 0), (block, counts.get(block.id, 0))

@@ -13,6 +13,7 @@ Everything here is O(blocks touched). Nothing here knows about tensors: a block 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -85,6 +86,16 @@ class Match:
         return fresh + sum(b.ref_count == 0 for b, away in zip(self.blocks, self.on_host, strict=True) if not away)
 
 
+@dataclass(frozen=True, slots=True)
+class StepMoves:
+    """Blocks to be copied before a step: within the device's pool (source, target), out to the host tier (device,
+    host), and back in (host, device)."""
+
+    copies: tuple[tuple[int, int], ...]
+    out: tuple[tuple[int, int], ...]
+    into: tuple[tuple[int, int], ...]
+
+
 class BlockManager:
     """Args:
     prefix_caching: equal prefixes share blocks.
@@ -112,7 +123,8 @@ class BlockManager:
             self.pool.on_evict = self.host.keep
         self.cow_copies = 0
         self._copies: list[tuple[int, int]] = []
-        self._stored: list[Block] = []  # made findable by the step that is being planned or runs
+        self._stored: list[Block] = []  # made findable by the step that is being planned
+        self._in_flight: deque[list[Block]] = deque()  # by those that have been submitted, oldest first
 
     @property
     def _identified(self) -> bool:
@@ -126,7 +138,8 @@ class BlockManager:
 
     def unsettled(self) -> frozenset[int]:
         """Content ids that are findable although the step which brings them has not been seen to end well."""
-        blocks = [*self._stored, *(self.host.arriving if self.host is not None else ())]
+        stored = [b for step in (*self._in_flight, self._stored) for b in step]
+        blocks = [*stored, *(self.host.arriving if self.host is not None else ())]
         return frozenset(b.content.content_id for b in blocks if b.content is not None)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -245,15 +258,17 @@ class BlockManager:
             self.host.fetch(match.tail, device)
             table.blocks.append(device)
 
-    def store_full(self, table: BlockTable, tokens: array[int], num_computed: int) -> None:
+    def store_full(self, table: BlockTable, tokens: array[int], num_computed: int, *, submitted: bool = False) -> None:
         """Give every full block below ``num_computed`` its identity.
 
         Called when the step that fills them is submitted: steps run in order and a layer writes its KV before
-        attention reads it, so later rows of the same step may already read them.
+        attention reads it, so later rows of the same step may already read them. ``submitted``: it is the last step
+        that was submitted, whose tokens were not all known then.
         """
         if not self._identified:
             return
         size = self.block_size
+        stored = self._in_flight[-1] if submitted else self._stored
         while (len(table.content_ids) + 1) * size <= num_computed:
             i = len(table.content_ids)
             digest, part = self._digest(table, tokens, i), tokens[i * size : (i + 1) * size].tobytes()
@@ -266,7 +281,7 @@ class BlockManager:
                 continue
             block = table.blocks[i]
             table.content_ids.append(self.pool.store(block, digest, parent, part, extra).content_id)
-            self._stored.append(block)
+            stored.append(block)
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """The child sees the parent's blocks, the partial last one included; whoever writes into it first copies it."""
@@ -277,21 +292,23 @@ class BlockManager:
         child.content_ids[:] = parent.content_ids
         child.digests[:] = parent.digests[: len(parent.content_ids)]
 
-    def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """Copies recorded since the last call: (source, target) block ids, to be done before anything is written."""
-        copies = tuple(self._copies)
+    def seal(self) -> StepMoves:
+        """What the planned step does before its forward pass. From here on it is in flight, until ``step_over``."""
+        out, into = self.host.seal() if self.host is not None else ((), ())
+        moves = StepMoves(tuple(self._copies), out, into)
         self._copies.clear()
-        return copies
-
-    def take_moves(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Moves between the tiers for the step that is about to be submitted: (device, host) out, (host, device) in."""
-        return self.host.take_moves() if self.host is not None else ((), ())
+        self._in_flight.append(self._stored)
+        self._stored = []
+        return moves
 
     def step_over(self, *, failed: bool = False) -> None:
-        """The step is done. If it failed, the blocks that it should have filled are not what they were said to be."""
+        """The oldest step in flight is done. If it failed, the blocks that it should have filled are not what they
+        were said to be."""
+        if not self._in_flight:
+            self.seal()
+        stored = self._in_flight.popleft()
         if failed:
-            self.withdraw(self._stored)
-        self._stored.clear()
+            self.withdraw(stored)
         if self.host is not None:
             self.host.step_over(failed=failed)
 

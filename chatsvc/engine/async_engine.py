@@ -1,9 +1,9 @@
-"""The engine: one asyncio task that plans, waits for the step, and publishes.
+"""The engine: one asyncio task that plans, publishes what the step before made, and waits for the step.
 
 The event loop owns everything that changes: requests, sequences, blocks. No locks. Only the forward pass leaves it, as
-plain rows, and while a step is in flight nothing that the step names is freed: aborts of running sequences wait for
-its end. One request's fault stays its own: whatever happens while its tokens are computed or published, the others
-go on; only a fault of the scheduler itself ends the engine.
+plain rows, and while a step is in flight nothing that the step names is freed (``Scheduler.retire``). Tokens become
+text while the next step runs. One request's fault stays its own: whatever happens while its tokens are computed or
+published, the others go on; only a fault of the scheduler itself ends the engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -63,9 +64,10 @@ class AsyncEngine:
         self._capacity: KVCapacity | None = None
         self._running: dict[str, Running] = {}
         self._by_seq: dict[int, tuple[Running, Choice]] = {}
-        self._in_flight: SchedulerOutput | None = None
+        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[StepResult]]] = deque()
         self._step_began: float | None = None
-        self._aborted: list[Running] = []
+        self._news: list[SequenceUpdate] = []  # of the step before, still to be published
+        self._leaving: dict[str, Running] = {}  # ended, but a step in flight names their blocks
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,7 +119,10 @@ class AsyncEngine:
             await asyncio.wait_for(asyncio.to_thread(self.executor.stop), self.config.stuck_after)
         except TimeoutError:
             log.error("the executor did not stop within %g s", self.config.stuck_after)
-        self._apply_aborts()
+        for running in list(self._leaving.values()):  # no step will end any more
+            for seq in running.request.sequences:
+                self.scheduler.finish(seq, "abort")
+            self._forget_if_done(running)
         for view in self._views:
             view.close()
 
@@ -200,7 +205,7 @@ class AsyncEngine:
             running = Running(request, generation, self.tokenizer, self.metrics)
         except Exception:
             for seq in request.sequences:
-                self.scheduler.finish(seq, "error")
+                self.scheduler.retire(seq, "error")
             raise
         self._running[request_id] = running
         for choice in running.choices:
@@ -246,7 +251,7 @@ class AsyncEngine:
     async def _loop(self) -> None:
         try:
             while True:
-                if not self.scheduler.has_work:
+                if not self.scheduler.has_work and not self._news and not self._leaving:
                     self._fell_idle()
                     self._wake.clear()
                     await self._wake.wait()
@@ -261,40 +266,46 @@ class AsyncEngine:
                 raise
 
     async def _step(self) -> None:
-        plan = self.scheduler.schedule()
-        now = time.perf_counter()
-        for row in plan.rows:
-            running = self._running[self.scheduler.queues.all[row.seq_id].request.request_id]
-            running.scheduled(now)
-        self._in_flight, self._step_began = plan, now
+        """Keep the executor busy, then turn the last step's tokens into text, then wait for the oldest step."""
+        self._submit()
+        self._publish_news()
+        if not self._in_flight:
+            return
+        plan, future = self._in_flight[0]
         try:
-            result = await self._execute(plan)
+            result = await self._result(plan, future)
         except Exception as e:  # the step, not the engine: whose fault it was is found out by trying one by one
             log.exception("step %d with %d rows failed", plan.step, len(plan.rows))
-            updates = self.scheduler.step_failed(plan, f"{type(e).__name__}: {e}")
+            self._news = self.scheduler.step_failed(plan, f"{type(e).__name__}: {e}")
+            self._in_flight.popleft()
+            await asyncio.gather(*(later for _, later in self._in_flight), return_exceptions=True)
+            self._in_flight.clear()
         else:
+            self._in_flight.popleft()
             self.metrics.step.observe(result.seconds)
             self.metrics.batch_tokens.observe(plan.num_tokens)
-            updates = self.scheduler.update(plan, result)
+            self._news = self.scheduler.update(plan, result)
         finally:
-            self._in_flight = self._step_began = None
-        now = time.perf_counter()
-        touched = [self._by_seq[update.sequence.seq_id] for update in updates]
-        for update, (running, choice) in zip(updates, touched, strict=True):
-            try:
-                self._publish(update, running, choice, now)
-            except Exception as e:
-                log.exception("publishing a token failed")
-                self.scheduler.finish(update.sequence, "error")
-                running.end(choice, "error", error=f"the text could not be made: {type(e).__name__}: {e}")
-            running.generation.notify()
-        for running, _ in touched:  # only now: a request may have several updates in one step
-            self._forget_if_done(running)
-        self._apply_aborts()
-        self._tell_views()
+            self._step_began = time.perf_counter() if self._in_flight else None
 
-    async def _execute(self, plan: SchedulerOutput) -> StepResult:
-        future = asyncio.wrap_future(self.executor.submit(plan))
+    def _submit(self) -> None:
+        depth = self.config.steps_in_flight
+        while not self._in_flight or (len(self._in_flight) < depth and self.scheduler.may_run_ahead):
+            plan = self.scheduler.schedule()
+            if not plan.rows:
+                return
+            now = time.perf_counter()
+            for row in plan.rows:
+                self._running[self.scheduler.queues.all[row.seq_id].request.request_id].scheduled(now)
+            try:
+                future = asyncio.wrap_future(self.executor.submit(plan))
+            except Exception as e:  # as if the step had raised
+                future = asyncio.get_running_loop().create_future()
+                future.set_exception(e)
+            self._in_flight.append((plan, future))
+            self._step_began = self._step_began or now
+
+    async def _result(self, plan: SchedulerOutput, future: asyncio.Future[StepResult]) -> StepResult:
         try:
             result = await future
         except asyncio.CancelledError:
@@ -304,13 +315,31 @@ class AsyncEngine:
             raise EngineError("the executor dropped the step") from None
         return checked_result(plan, result, self.capacity.vocab_size)
 
+    def _publish_news(self) -> None:
+        updates, self._news = self._news, []
+        now = time.perf_counter()
+        touched = [self._by_seq[update.sequence.seq_id] for update in updates]
+        for update, (running, choice) in zip(updates, touched, strict=True):
+            try:
+                self._publish(update, running, choice, now)
+            except Exception as e:
+                log.exception("publishing a token failed")
+                self.scheduler.retire(update.sequence, "error")
+                running.end(choice, "error", error=f"the text could not be made: {type(e).__name__}: {e}")
+            running.generation.notify()
+        for running, _ in touched:  # only now: a request may have several updates in one step
+            self._forget_if_done(running)
+        for running in list(self._leaving.values()):
+            self._forget_if_done(running)
+        self._tell_views()
+
     def _publish(self, update: SequenceUpdate, running: Running, choice: Choice, now: float) -> None:
         """The one place where tokens become text."""
         if choice.log.finish_reason is not None:
             return
         stop = running.append(choice, update.tokens, update.finish_reason, now)
         if stop is not None:
-            self.scheduler.finish(update.sequence, "stop")
+            self.scheduler.retire(update.sequence, "stop")
             running.end(choice, "stop", stop=stop)
         elif update.finish_reason == "error":
             running.end(choice, "error", error=update.error)
@@ -319,10 +348,14 @@ class AsyncEngine:
             running.end(choice, reason, stop=update.stop_reason)
 
     def _forget_if_done(self, running: Running) -> None:
-        if running.generation.finished and running.request.finished:
-            if self._running.pop(running.request.request_id, None) is None:
-                return
-            for seq in running.request.sequences:
+        request = running.request
+        if not running.generation.finished:
+            return
+        if not request.finished:
+            self._leaving[request.request_id] = running
+        elif self._running.pop(request.request_id, None) is not None:
+            self._leaving.pop(request.request_id, None)
+            for seq in request.sequences:
                 del self._by_seq[seq.seq_id]
             if not self._running:
                 self._idle.set()
@@ -332,30 +365,19 @@ class AsyncEngine:
     def _abort(
         self, running: Running, reason: FinishReason = "abort", error: str | None = None, status: int = 500
     ) -> None:
-        """Readers see the end at once; blocks named by the step in flight are freed when it is done."""
+        """Readers see the end at once; blocks named by a step in flight are freed when it is done."""
         for choice in running.choices:
             running.end(choice, reason, error=error, status=status)
         running.generation.notify()
-        if self._in_flight is None or running.request.sequences[0].state is State.WAITING:
-            self._release(running)
-        else:
-            self._aborted.append(running)
+        for seq in running.request.sequences:
+            self.scheduler.retire(seq, "abort")
+        self._forget_if_done(running)
         self._tell_views()
         self._wake.set()
-
-    def _apply_aborts(self) -> None:
-        for running in self._aborted:
-            self._release(running)
-        self._aborted.clear()
 
     def _tell_views(self) -> None:
         for view in self._views:
             view.changed()
-
-    def _release(self, running: Running) -> None:
-        for seq in running.request.sequences:
-            self.scheduler.finish(seq, "abort")
-        self._forget_if_done(running)
 
     def _expire(self) -> None:
         """Fail who has waited too long in the queue, or for a step that does not end."""
@@ -378,6 +400,8 @@ class AsyncEngine:
             running.generation.notify()
         self._running.clear()
         self._by_seq.clear()
+        self._leaving.clear()
+        self._news.clear()
         self._idle.set()
         for view in self._views:
             view.close()

@@ -51,7 +51,9 @@ def write_blocks(cache: KVCache, ids: Sequence[int], data: bytes) -> None:
 
 
 class ModelRunner:
-    """A backend that can run the whole step takes the model over: ``model`` is then its packed copy.
+    """Runs steps in order, and remembers of the last one what it sampled.
+
+    A backend that can run the whole step takes the model over: ``model`` is then its packed copy.
 
     ``host`` is the memory of the host tier: shaped as ``cache``, but on the CPU.
     """
@@ -64,6 +66,7 @@ class ModelRunner:
         self.cache = cache
         self.host = host
         self._scale = model.shape.head_dim**-0.5
+        self._before: StepResult | None = None
 
     @torch.inference_mode()
     def logits(self, rows: tuple[ScheduledRow, ...]) -> tuple[torch.Tensor, list[tuple[int, SamplingRow]]]:
@@ -100,6 +103,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         began = time.perf_counter()
+        plan, self._before = plan.filled(self._before), None
         if self.host is not None:
             move(self.cache, self.host, plan.swap_out)
         move(self.cache, self.cache, plan.copies)
@@ -114,4 +118,5 @@ class ModelRunner:
                     errors[seq_id] = outcome
                 else:
                     tokens[seq_id] = [outcome]
-        return StepResult(plan.step, tokens, errors, time.perf_counter() - began)
+        self._before = StepResult(plan.step, tokens, errors, time.perf_counter() - began)
+        return self._before

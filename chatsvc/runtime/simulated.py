@@ -78,6 +78,7 @@ class SimulatedExecutor:
         self._thread: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
         self.steps = 0
+        self._before: StepResult | None = None
 
     def start(self) -> KVCapacity:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chatsvc-sim")
@@ -124,6 +125,7 @@ class SimulatedExecutor:
         """One step: every row writes before any row reads, as a layer of a model does."""
         began = time.perf_counter()
         self.steps += 1
+        plan, self._before = plan.filled(self._before), None
         seconds = self.config.step_seconds + self.config.token_seconds * plan.num_tokens
         self._move(self._pool, self._host, plan.swap_out)
         self._move(self._pool, self._pool, plan.copies)
@@ -139,7 +141,8 @@ class SimulatedExecutor:
                 tokens[seq_id] = [self._sample(context, replace(row, sampling=sampling))]
         if seconds > 0:
             self._stop.wait(max(0.0, seconds - (time.perf_counter() - began)))
-        return StepResult(plan.step, tokens, {}, time.perf_counter() - began)
+        self._before = StepResult(plan.step, tokens, {}, time.perf_counter() - began)
+        return self._before
 
     def _move(self, source: array[int], target: array[int], pairs: tuple[tuple[int, int], ...]) -> None:
         size = self.config.block_size

@@ -47,3 +47,8 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     beam: BeamParams | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """What was generated changes the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -6,9 +6,11 @@ times as much to make, and a step makes hundreds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from chatsvc.scheduler.params import SamplingParams
+
+UNKNOWN = -1  # an input token: what the step before samples for the same sequence
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class ScheduledRow:
 
     Attributes:
         seq_id: the sequence.
-        token_ids: input tokens of this step.
+        token_ids: input tokens of this step; the last may be ``UNKNOWN`` when the step before is still in flight.
         start: position of the first of them = tokens already computed.
         block_table: block ids that cover positions ``0 .. start + len(token_ids) - 1``.
         write_from: positions below it are already in the cache: their slot is -1 and nothing is written.
@@ -74,6 +76,19 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(len(r.token_ids) for r in self.rows)
+
+    def filled(self, before: StepResult | None) -> SchedulerOutput:
+        """With every ``UNKNOWN`` replaced by what the step before told. If it told nothing, that sequence or that step
+        has failed, and nobody will look at what this row makes."""
+        if not any(row.token_ids[-1] == UNKNOWN for row in self.rows):
+            return self
+        told = before.tokens if before is not None else {}
+        rows = list(self.rows)
+        for i, row in enumerate(rows):
+            if row.token_ids[-1] == UNKNOWN:
+                token = told[row.seq_id][-1].token_id if told.get(row.seq_id) else 0
+                rows[i] = replace(row, token_ids=(*row.token_ids[:-1], token))
+        return replace(self, rows=tuple(rows))
 
 
 @dataclass(slots=True)

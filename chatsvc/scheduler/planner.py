@@ -86,7 +86,7 @@ class Planner:
 
     def _share(self, budget: int) -> dict[int, int]:
         """Tokens for each running sequence. Pure."""
-        running = [s for s in self.running if s.pending is None]
+        running = [s for s in self.running if not s.pausing]
         decoding = [s for s in running if s.decoding]
         if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
             others = (self.waiting or self.preempted) and len(self.running) < self.config.max_num_seqs
@@ -112,7 +112,7 @@ class Planner:
     def _make_way(self) -> None:
         """Running sequences of higher rank step back for the first candidate, if it lacks a slot or blocks."""
         first = next(iter(self._candidates()), None)
-        while first is not None and first.pending is None and self.running and self.running[-1].order > first.order:
+        while first is not None and not first.pausing and self.running and self.running[-1].order > first.order:
             match = self.manager.match(first.table, first.tokens)
             need = self.manager.missing(first.table, len(first.tokens), match)
             room = self.manager.blocks_for(self.config.watermark_tokens) * len(self.running)
@@ -184,7 +184,7 @@ class Planner:
         for seq in self._candidates():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs or passed_over > MAX_PASSED_OVER:
                 break
-            if seq.pending is not None:
+            if seq.pausing:
                 continue
             match = self.manager.match(seq.table, seq.tokens)
             need = self.manager.missing(seq.table, len(seq.tokens), match)
@@ -229,10 +229,11 @@ class Planner:
         """The sequence's row; what the step will have filled is findable from now on."""
         start, end = seq.num_computed, seq.num_computed + n
         seq.num_scheduled = end
+        seq.last_step = self._step
         settled = len(seq.table.content_ids) * self.manager.block_size
         size = self.manager.block_size
         if end >= settled + size:
-            self.manager.store_full(seq.table, seq.tokens, end)
+            self.manager.store_full(seq.table, seq.tokens, min(end, seq.num_known))
         done = end == len(seq.tokens)
         if not done:
             digest = self.manager.next_digest(seq.table, seq.tokens, end)
@@ -259,14 +260,13 @@ class Planner:
         if p.min_tokens and seq.num_output < p.min_tokens:
             ends = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | self.config.eos_token_ids
             forbidden = tuple(sorted(ends))
-        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
         return SamplingRow(
             params=p,
             choice=seq.choice,
             position=len(seq.tokens),
             forbidden_ids=forbidden,
-            prompt_ids=tuple(seq.tokens[: seq.num_prompt]) if penalised else (),
-            output_ids=tuple(seq.tokens[seq.num_prompt :]) if penalised else (),
+            prompt_ids=tuple(seq.tokens[: seq.num_prompt]) if p.penalised else (),
+            output_ids=tuple(seq.tokens[seq.num_prompt :]) if p.penalised else (),
             candidates=seq.group.search.num_candidates if seq.group is not None else 0,
         )
 
@@ -275,6 +275,7 @@ class Planner:
         if seq.state is not State.RUNNING:
             while self.running:
                 self._preempt(self.running[-1], swap=False)
+            self.manager.came_back(seq.table)
             self.queues.move(seq, State.RUNNING)
         n = min(self.budget.limit, seq.num_missing)
         placed = self.manager.allocate(seq.table, seq.num_computed + n, computed=seq.num_computed)
@@ -290,6 +291,7 @@ class Planner:
             self.manager.free(seq.table)
             self.stats.preemptions += 1
         seq.num_computed = seq.num_scheduled = 0
+        seq.held = seq.held or seq.ahead  # what to recompute is known when that step is done
         seq.preemptions += 1
         self.queues.move(seq, State.PREEMPTED)
 

@@ -29,7 +29,11 @@ class Sequence:
     Attributes:
         tokens: prompt and output, int32.
         num_computed: positions below it have their K/V in the blocks of ``table``.
-        num_scheduled: the same once the step in flight is over.
+        num_scheduled: the same once the steps in flight are over.
+        last_step: number of the last step that names it.
+        ahead: the last of ``tokens`` stands for one that a step in flight is to tell.
+        held: what comes next depends on what a step in flight tells.
+        leaving: it has ended, but a step in flight names its blocks.
         turn: serial number of its last turn; whose is lowest has waited longest.
         cached_tokens: prompt tokens found in the cache at the first admission; recomputing is no hit.
         group: the beam search that it is a running beam of.
@@ -45,6 +49,10 @@ class Sequence:
     state: State = State.WAITING
     num_computed: int = 0
     num_scheduled: int = 0
+    last_step: int = 0
+    ahead: bool = False
+    held: bool = False
+    leaving: bool = False
     turn: int = 0
     cached_tokens: int | None = None
     preemptions: int = 0
@@ -66,6 +74,16 @@ class Sequence:
     def decoding(self) -> bool:
         """The prompt is behind it. Explicit: a preempted sequence with output prefills again."""
         return self.num_computed >= self.num_prompt and self.num_missing == 1 and self.state is State.RUNNING
+
+    @property
+    def pausing(self) -> bool:
+        """It cannot be part of the next step."""
+        return self.held or self.leaving or self.pending is not None
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose value is known."""
+        return len(self.tokens) - self.ahead
 
     @property
     def order(self) -> tuple[float, int]:

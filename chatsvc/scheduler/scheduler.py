@@ -2,14 +2,22 @@
 
 Of a request with several choices the first reads the prompt; the others are forked from it when it draws its first
 token, share its blocks, and copy the partial last one when they first write into it. Beam search forks at every token.
+
+A step may be planned while the one before it runs. Its sequences are then taken to be where that step leaves them: a
+token that it is to sample is ``UNKNOWN`` (the executor, which runs steps in order, fills it in), and sequences of which
+more than that is unknown (forks, beams, penalties, the last token) are held until it is done. A sequence that ends
+meanwhile keeps its blocks until no step in flight names them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
+from chatsvc.cache.manager import BlockManager
 from chatsvc.scheduler.beam import Hypothesis
-from chatsvc.scheduler.plan import SampledToken, ScheduledRow, SchedulerOutput, StepResult
+from chatsvc.scheduler.budget import StepBudget
+from chatsvc.scheduler.plan import UNKNOWN, SampledToken, ScheduledRow, SchedulerOutput, StepResult
 from chatsvc.scheduler.planner import Planner
 from chatsvc.scheduler.request import BeamGroup, Request, Sequence, SequenceUpdate, State
 from chatsvc.scheduler.settings import SchedulerConfig, SchedulerStats, SwapCosts
@@ -18,6 +26,12 @@ __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats", "SwapCosts"]
 
 
 class Scheduler(Planner):
+    def __init__(self, config: SchedulerConfig, manager: BlockManager, budget: StepBudget) -> None:
+        super().__init__(config, manager, budget)
+        self.in_flight: deque[SchedulerOutput] = deque()  # oldest first
+        self._leaving: dict[int, tuple[Sequence, str]] = {}
+        self._ran_ahead = 0  # the last step whose end was taken for granted by the plan after it
+
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -26,7 +40,7 @@ class Scheduler(Planner):
         self.queues.add(request)
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """The one way out for a sequence, whatever its state. Idempotent. Never called while its step is in flight."""
+        """The one way out for a sequence, whatever its state. Idempotent. For callers: see :meth:`retire`."""
         if seq.state is State.FINISHED:
             return
         self.queues.move(seq, State.FINISHED)
@@ -38,6 +52,23 @@ class Scheduler(Planner):
         if beams is not None and seq.group is None and seq.request.finished:
             for beam in beams.beams:
                 self.finish(beam, reason)
+
+    def retire(self, seq: Sequence, reason: str) -> None:
+        """Finish it as soon as no step in flight names it (or a beam that runs for it); no further one will."""
+        beams = seq.request.beams
+        named = [seq] if beams is None or seq.group is not None else beams.beams
+        if self.in_flight and any(s.last_step >= self.in_flight[0].step for s in named):
+            self._leaving.setdefault(seq.seq_id, (seq, reason))
+            seq.leaving = True
+            for beam in named if beams is not None and all(s.leaving for s in seq.request.sequences) else ():
+                beam.leaving = True
+        else:
+            self.finish(seq, reason)
+
+    def _let_go(self) -> None:
+        leaving, self._leaving = self._leaving, {}
+        for seq, reason in leaving.values():
+            self.retire(seq, reason)
 
     @property
     def num_swapped(self) -> int:
@@ -53,9 +84,14 @@ class Scheduler(Planner):
     # -- planning ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Empty only when there is no work."""
+        """Plan the next step. Empty only when there is no work, or none until the step in flight is done."""
+        assert len(self.in_flight) <= 1, "at most two steps in flight"
         self._step += 1
-        if self._suspects:
+        if self.in_flight:
+            assert not self._suspects, "suspects run alone"
+            self._run_ahead(self.in_flight[0])
+            rows = self._plan()
+        elif self._suspects:
             rows = [self._schedule_alone(self.queues.all[min(self._suspects)])]
         else:
             rows = self._plan()
@@ -64,27 +100,64 @@ class Scheduler(Planner):
                 if self.running and self.running[-1].pending is not None:
                     self._preempt(self.running[-1])  # beams that pause make room for those they wait for
                 rows = self._plan()
+        if not rows:
+            self._step -= 1
+            return SchedulerOutput(0, ())
         self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
-        out, into = self.manager.take_moves()
-        return SchedulerOutput(self._step, tuple(rows), self.manager.take_copies(), out, into)
+        moves = self.manager.seal()
+        plan = SchedulerOutput(self._step, tuple(rows), moves.copies, moves.out, moves.into)
+        self.in_flight.append(plan)
+        return plan
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a step may be planned although one is in flight."""
+        return len(self.in_flight) == 1 and not self._suspects and self.has_work
+
+    def _run_ahead(self, plan: SchedulerOutput) -> None:
+        """Take for granted that the step in flight ends well."""
+        if self._ran_ahead == plan.step:
+            return
+        self._ran_ahead = plan.step
+        for row in plan.rows:
+            seq = self.queues.all[row.seq_id]
+            if seq.leaving:
+                continue
+            seq.num_computed = row.start + len(row.token_ids)
+            if row.sampling is None:
+                continue
+            if row.forks or seq.group is not None:
+                seq.held = True
+                continue
+            p = seq.request.params
+            seq.tokens.append(UNKNOWN)
+            seq.ahead = True
+            full = seq.num_output >= p.max_tokens or len(seq.tokens) >= self.config.max_total_tokens
+            seq.held = full or p.penalised
 
     # -- results -----------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
-        """Apply a finished step: append tokens, finish and free."""
+        """Apply the oldest step in flight: append tokens, finish and free."""
+        assert self.in_flight.popleft() is plan, "steps end in order"
         updates: list[SequenceUpdate] = []
         groups: dict[int, BeamGroup] = {}
         for row in plan.rows:
-            if row.seq_id not in self.queues.all:
+            seq = self.queues.all.get(row.seq_id)
+            if seq is None:
                 continue  # a beam of a request that failed in this very step
-            seq = self.queues.all[row.seq_id]
             error = result.errors.get(row.seq_id)
             if error is not None:
                 # Whatever it alone wrote is not to be believed.
                 self.manager.withdraw(b for b in seq.table.blocks if b.ref_count == 1)
+            if seq.leaving:
+                continue
+            if error is not None:
                 updates += self._fail(seq, error)
                 continue
-            seq.num_computed = row.start + len(row.token_ids)
+            seq.held = False
+            if plan.step != self._ran_ahead:
+                seq.num_computed = row.start + len(row.token_ids)
             if row.sampling is None:
                 continue
             self._suspects.discard(seq.seq_id)
@@ -98,6 +171,7 @@ class Scheduler(Planner):
             if all(beam.pending is not None for beam in group.beams):
                 updates += self._advance(group)
         self.manager.step_over()
+        self._let_go()
         self.budget.observe(plan.num_tokens, result.seconds)
         return updates
 
@@ -105,8 +179,10 @@ class Scheduler(Planner):
         """The other choices begin: with the parent's blocks while sequence slots last, else as preempted ones."""
         updates: list[SequenceUpdate] = []
         for seq_id, _ in row.forks:
-            seq = self.queues.all[seq_id]
-            if len(self.running) < self.config.max_num_seqs:
+            seq = self.queues.all.get(seq_id)
+            if seq is None:
+                continue  # aborted meanwhile
+            if parent.state is State.RUNNING and len(self.running) < self.config.max_num_seqs:
                 self.queues.move(seq, State.RUNNING)
                 self.manager.fork(parent.table, seq.table)
                 seq.num_computed = parent.num_computed
@@ -163,7 +239,10 @@ class Scheduler(Planner):
         reason: str | None = None
         stop: int | None = None
         for token in sampled:
-            seq.tokens.append(token.token_id)
+            if seq.ahead:
+                seq.tokens[-1], seq.ahead = token.token_id, False
+            else:
+                seq.tokens.append(token.token_id)
             taken.append(token)
             self.stats.generation_tokens += 1
             if token.token_id in p.stop_token_ids:
@@ -175,18 +254,34 @@ class Scheduler(Planner):
             if reason is not None:
                 break
         if reason is not None:
-            self.finish(seq, reason)
+            self.retire(seq, reason)
+        elif self.in_flight and seq.last_step == self.in_flight[-1].step:  # what that one fills can now be named
+            self.manager.store_full(seq.table, seq.tokens, min(seq.num_scheduled, seq.num_known), submitted=True)
         return SequenceUpdate(seq, taken, reason, stop)
 
     def step_failed(self, plan: SchedulerOutput, error: str) -> list[SequenceUpdate]:
-        """The step as a whole raised. A row that was alone is guilty; otherwise each is tried alone from now on."""
-        self.manager.step_over(failed=True)
+        """The oldest step in flight raised. A row that was alone is guilty; otherwise each is tried alone from now on.
+
+        What was planned after it never happened: the caller waits for it and drops what it made.
+        """
+        assert self.in_flight[0] is plan, "steps end in order"
+        void, self.in_flight = list(self.in_flight), deque()
+        for _ in void:
+            self.manager.step_over(failed=True)
+        rows = {row.seq_id: row for step in void for row in step.rows}
+        for one in self.queues.all.values():  # whoever ran ahead comes back
+            if one.ahead:
+                one.tokens.pop()
+            one.ahead = one.held = False
+        for seq_id in rows:
+            named = self.queues.all.get(seq_id)
+            if named is not None and named.state is State.RUNNING:
+                self._preempt(named, swap=False)
+        self._let_go()
+        here = [seq for row in plan.rows if (seq := self.queues.all.get(row.seq_id)) is not None]
         if len(plan.rows) == 1:
-            return self._fail(self.queues.all[plan.rows[0].seq_id], error)
-        for row in plan.rows:
-            seq = self.queues.all[row.seq_id]
-            self._suspects.add(seq.seq_id)
-            self._preempt(seq, swap=False)
+            return self._fail(here[0], error) if here else []
+        self._suspects.update(seq.seq_id for seq in here)
         return []
 
     def _fail(self, seq: Sequence, error: str) -> list[SequenceUpdate]:
@@ -194,7 +289,7 @@ class Scheduler(Planner):
         waiting = self.queues.forking.get(seq.seq_id, ())
         failed = list(seq.request.sequences) if seq.group is not None else [seq, *waiting]
         for one in failed:
-            self.finish(one, "error")
+            self.retire(one, "error")
         return [SequenceUpdate(one, [], "error", error=error) for one in failed]
 
     # -- looking in --------------------------------------------------------------------------------------------
@@ -209,6 +304,7 @@ class Scheduler(Planner):
         self.queues.check_integrity()
         for seq in self.running:
             assert len(seq.table.blocks) * self.manager.block_size >= seq.num_computed
-            assert seq.num_computed < len(seq.tokens) + (seq.pending is not None) <= self.config.max_total_tokens + 1
+            more = seq.pending is not None or seq.held or seq.leaving  # the next token is not drawn yet, or never
+            assert seq.num_computed < len(seq.tokens) + more <= self.config.max_total_tokens + 1
             assert seq.table.swapped is None
         assert len(self.running) <= self.config.max_num_seqs

@@ -120,7 +120,7 @@ class Rig:
         engine.scheduler.check_integrity()
         pool = engine.scheduler.manager.pool
         assert pool.num_used == 0 and pool.num_free + pool.num_cached == pool.num_blocks
-        assert not engine._running and not engine._by_seq and not engine._aborted and not engine._views
+        assert not engine._running and not engine._by_seq and not engine._leaving and not engine._views
         assert self.metric("requests_running") == self.metric("requests_waiting") == 0
 
     def generate(self, prompt: list[int] | int, *, name: str = "", tenant: str = "", **fields: Any) -> Generation:

@@ -60,6 +60,7 @@ class Setup:
     watermark: int | None = None
     host_blocks: int = 0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
+    steps_in_flight: Literal[1, 2] = 1
     backend: str = "auto"  # what people get: on a CPU with a compiler the compiled kernels
     tokens: int = 64
     chats: list[dict[str, Any]] = field(default_factory=lambda: CHATS)
@@ -82,6 +83,7 @@ class Rig:
             max_num_batched_tokens=setup.budget,
             watermark_tokens=setup.watermark,
             preemption=setup.preemption,
+            steps_in_flight=setup.steps_in_flight,
             queue_timeout=3600,
             stuck_after=3600,
         )

@@ -42,8 +42,10 @@ async def test_a_pool_so_small_that_preemption_never_ends() -> None:
         assert rig.engine.scheduler.stats.preemptions > 25
 
 
-@pytest.mark.parametrize(("preemption", "host_blocks"), [("swap", 200), ("auto", 12)])
-async def test_swapping_changes_nothing(preemption: Literal["swap", "auto"], host_blocks: int) -> None:
+@pytest.mark.parametrize(("preemption", "host_blocks", "steps"), [("swap", 200, 1), ("auto", 12, 2)])
+async def test_swapping_changes_nothing(
+    preemption: Literal["swap", "auto"], host_blocks: int, steps: Literal[1, 2]
+) -> None:
     chats = [c for c in CHATS if c["name"].startswith(("short", "multi-2", "unicode"))]
     setup = Setup(
         num_blocks=19,
@@ -53,6 +55,7 @@ async def test_swapping_changes_nothing(preemption: Literal["swap", "auto"], hos
         chats=chats,
         preemption=preemption,
         host_blocks=host_blocks,
+        steps_in_flight=steps,
     )
     async with Rig(setup) as rig:
         await rig.at_once()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 from chatsvc.cache.manager import BlockManager
@@ -11,7 +12,7 @@ from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, candid
 from chatsvc.scheduler.beam import BeamParams, BeamSearch
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
-from chatsvc.scheduler.plan import SampledToken, SamplingRow, SchedulerOutput, StepResult
+from chatsvc.scheduler.plan import UNKNOWN, SampledToken, SamplingRow, SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, SequenceUpdate
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig, SwapCosts
 from chatsvc.scheduler.settings import PolicyName
@@ -34,7 +35,10 @@ class Bench:
         swap: SwapCosts | None = None,
         policy: PolicyName = "fcfs",
         prefill_share: float = 1.0,
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
+        self.flying: list[tuple[SchedulerOutput, StepResult]] = []
         self.manager = BlockManager(
             num_blocks, block_size, prefix_caching=prefix_caching, secret=secret, num_host_blocks=num_host_blocks
         )
@@ -73,22 +77,51 @@ class Bench:
 
     def abort(self, request: Request) -> None:
         for seq in request.sequences:
-            self.scheduler.finish(seq, "abort")
+            self.scheduler.retire(seq, "abort")
         self.scheduler.check_integrity()
 
-    def step(self) -> SchedulerOutput:
-        plan = self.scheduler.schedule()
-        assert plan.rows or not self.scheduler.has_work
-        assert plan.num_tokens <= self.scheduler.budget.limit
-        self._check_rows(plan)
-        result = self.executor.run(plan)
+    def submit(self) -> None:
+        """Plan and run steps until ``depth`` of them are in flight. The executor runs them at once: it is later than
+        that that the scheduler hears of it."""
+        while len(self.flying) < self.depth and (not self.flying or self.scheduler.may_run_ahead):
+            plan = self.scheduler.schedule()
+            self.scheduler.check_integrity()
+            if not plan.rows:
+                assert self.flying or not self.scheduler.has_work
+                return
+            assert plan.num_tokens <= self.scheduler.budget.limit
+            self._check_rows(plan)
+            self.flying.append((plan, self.executor.run(plan)))
+
+    def step(self) -> SchedulerOutput | None:
+        self.submit()
+        if not self.flying:
+            return None
+        plan, result = self.flying.pop(0)
         self.apply(plan, result)
         return plan
+
+    def fail_step(self) -> None:
+        self.submit()
+        if self.flying:
+            self.finished += self.scheduler.step_failed(self.flying[0][0], "boom")
+            self.flying.clear()
+            self.scheduler.check_integrity()
+
+    def fail_row(self, choose: Callable[[SchedulerOutput], int]) -> None:
+        """A row of the oldest step fails."""
+        self.submit()
+        if self.flying:
+            plan, result = self.flying.pop(0)
+            bad = choose(plan)
+            tokens = {k: v for k, v in result.tokens.items() if k != bad}
+            self.apply(plan, StepResult(plan.step, tokens, {bad: "NaN"}))
 
     def apply(self, plan: SchedulerOutput, result: StepResult) -> None:
         rows = {r.seq_id: r for r in plan.rows}
         rows |= {i: replace(r, seq_id=i, sampling=how) for r in plan.rows for i, how in r.forks}
-        before = {i: array("i", self.scheduler.queues.all[i].tokens) for i in rows}
+        every = self.scheduler.queues.all
+        before = {i: every[i].tokens[: every[i].num_known] for i in rows if i in every}
         for update in self.scheduler.update(plan, result):
             if update.sequence.request.beams is not None and update.finish_reason != "error":
                 self._check_hypothesis(update)
@@ -131,6 +164,10 @@ class Bench:
             assert row.token_ids == tuple(seq.tokens[row.start : end])
             assert len(row.block_table) == -(-end // size)
             assert (row.sampling is not None) == (end == len(seq.tokens))
+            assert row.sampling is None or UNKNOWN not in row.sampling.output_ids
+            for i, block in enumerate(seq.table.blocks[: len(seq.table.content_ids)]):
+                told = block.content is None or block.content.tokens  # None: a twin of the findable one, or withdrawn
+                assert told in (True, seq.tokens[i * size : (i + 1) * size].tobytes())
             for p in range(row.write_from, end):
                 slot = row.block_table[p // size] * size + p % size
                 assert slot not in written, "two rows write one slot"
@@ -141,7 +178,7 @@ class Bench:
 
     def run(self, max_steps: int = 10_000) -> int:
         for steps in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.flying:
                 return steps
             self.step()
         raise AssertionError("the scheduler did not finish: livelock or starvation")
@@ -151,6 +188,7 @@ class Bench:
         assert pool.num_used == 0 and pool.num_free + pool.num_cached == pool.num_blocks
         host = self.manager.host
         assert host is None or host.pool.num_used == 0
+        assert not self.flying and not self.scheduler.in_flight
         assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.preempted
 
 
@@ -166,6 +204,7 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
         num_host_blocks=rng.choice([0, 1, 5, 20, 80, 200]),
         policy=rng.choice(["fcfs", "fcfs", "priority", "shortest", "fair"]),
         prefill_share=rng.choice([1.0, 1.0, 0.5, 0.1]),
+        depth=rng.choice([1, 2]),
         swap=SwapCosts(rng.choice(["auto", "swap", "recompute"]), block_seconds=1.0, token_seconds=0.3),
     )
     if digest_bits is not None:
@@ -195,20 +234,17 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
                     temperature=rng.choice([0.0, 1.0]),
                     seed=rng.randrange(5),
                     min_tokens=rng.choice([0, 0, 2]),
+                    presence_penalty=rng.choice([0.0, 0.0, 1.0]),  # changes nothing here but who may run ahead
                 )
             )
         elif p < 0.30 and live:
             bench.abort(rng.choice(live))
-        elif p < 0.32 and bench.scheduler.has_work:
-            plan = bench.scheduler.schedule()
-            bench.finished += bench.scheduler.step_failed(plan, "boom")
-            bench.scheduler.check_integrity()
-        elif p < 0.34 and bench.scheduler.has_work:
-            plan = bench.scheduler.schedule()
-            result = bench.executor.run(plan)
-            bad = rng.choice(plan.rows).seq_id
-            tokens = {k: v for k, v in result.tokens.items() if k != bad}
-            bench.apply(plan, StepResult(plan.step, tokens, {bad: "NaN"}))
+        elif p < 0.32:
+            bench.fail_step()
+        elif p < 0.34:
+            bench.fail_row(lambda plan: rng.choice(plan.rows).seq_id)
+        elif p < 0.36:
+            bench.submit()
         else:
             bench.step()
     bench.run()

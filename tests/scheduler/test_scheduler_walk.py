@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sched_harness import VOCAB, Bench, walk
 
 from chatsvc.scheduler.beam import BeamParams
-from chatsvc.scheduler.plan import StepResult
 from chatsvc.scheduler.request import Request
 from chatsvc.scheduler.scheduler import SwapCosts
 
@@ -44,9 +43,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 1, 5, 40]),
         mode=st.sampled_from(["auto", "swap", "recompute"]),
         policy=st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
+        depth=st.sampled_from([1, 2]),
     )
     def begin(
-        self, blocks: int, size: int, budget: int, slots: int, caching: bool, host: int, mode: Any, policy: Any
+        self,
+        blocks: int,
+        size: int,
+        budget: int,
+        slots: int,
+        caching: bool,
+        host: int,
+        mode: Any,
+        policy: Any,
+        depth: int,
     ) -> None:
         self.bench = Bench(
             num_blocks=blocks,
@@ -57,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=host,
             swap=SwapCosts(mode, block_seconds=1.0, token_seconds=0.3),
             policy=policy,
+            depth=depth,
         )
         self.live: list[Request] = []
 
@@ -90,19 +100,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.bench.step()
 
-    @precondition(lambda self: self.bench.scheduler.has_work)
+    @rule()
+    def submit_only(self) -> None:
+        self.bench.submit()
+
     @rule()
     def a_step_fails(self) -> None:
-        self.bench.scheduler.step_failed(self.bench.scheduler.schedule(), "boom")
+        self.bench.fail_step()
 
-    @precondition(lambda self: self.bench.scheduler.has_work)
     @rule(which=st.integers(0, 100))
     def a_row_fails(self, which: int) -> None:
-        plan = self.bench.scheduler.schedule()
-        bad = plan.rows[which % len(plan.rows)].seq_id
-        result = self.bench.executor.run(plan)
-        tokens = {k: v for k, v in result.tokens.items() if k != bad}
-        self.bench.apply(plan, StepResult(plan.step, tokens, {bad: "NaN"}))
+        self.bench.fail_row(lambda plan: plan.rows[which % len(plan.rows)].seq_id)
 
     @invariant()
     def whole(self) -> None:
