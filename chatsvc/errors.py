@@ -91,4 +91,8 @@ class EngineDead(ChatsvcError):
 
 
 class StoreError(ChatsvcError):
-    """The session store is away, full or slow."""
+    """The session store is away, full or slow. ``away``: it did not answer at all (it refuses nothing)."""
+
+    def __init__(self, message: str, *, away: bool = False) -> None:
+        super().__init__(message)
+        self.away = away

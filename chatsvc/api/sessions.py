@@ -32,11 +32,12 @@ from chatsvc.api.sessions_schema import (
     TurnFields,
 )
 from chatsvc.api.sse import EventStream
-from chatsvc.api.turns import Key, Turn, TurnRunning, Turns
+from chatsvc.api.turn import Key, Turn
+from chatsvc.api.turns import Turns, no_session
 from chatsvc.api.unsupported import refuse_unsupported
 from chatsvc.engine.output import Generation
 from chatsvc.errors import Conflict, InvalidRequest, NotFound
-from chatsvc.sessions.base import Message, Session, SessionStore
+from chatsvc.sessions.base import Message, Session, SessionStore, TurnRunning
 from chatsvc.sessions.codec import new_id
 
 ROOT = "root"
@@ -77,25 +78,25 @@ class Sessions:
         refuse_unsupported(body.model_extra, SESSION_SWALLOWED)
         session = await self._store.patch(*key, title=body.title, system=body.system)
         if session is None:
-            raise _no_session()
+            raise no_session()
         return JSONResponse(self._live(session, key))
 
     async def delete(self, request: Request) -> Response:
         key = _key(request)
         async with self._turns.lock(key):
-            there = await self._store.delete(*key)
-            if there and (turn := self._turns.running(key)) is not None:
-                turn.end("cancelled")
+            session = await self._store.get(*key)
+            there = session is not None and await self._store.delete(*key)
+            if there:
+                self._turns.discard(key, session)
         if not there:
-            raise _no_session()
+            raise no_session()
         return JSONResponse({"id": key[1], "object": "session.deleted", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         key = _key(request)
         async with self._turns.lock(key):  # a turn that is just being accepted is waited for, then ended
-            await self._session(key)
-            turn = await self._turns.cancel(key)
-        return JSONResponse({"id": key[1], "turn_id": turn.id if turn else None, "cancelled": turn is not None})
+            turn_id = await self._turns.cancel(key, await self._session(key))
+        return JSONResponse({"id": key[1], "turn_id": turn_id, "cancelled": turn_id is not None})
 
     async def message(self, request: Request) -> Response:
         key = _key(request)
@@ -103,7 +104,7 @@ class Sessions:
         body = await read_model(request, self._services, MessageRequest)
         self._check(body)
         async with self._turns.lock(key):
-            session = await self._ready_session(key)
+            session = await self._turns.make_way(key)
             parent = _parent(session, body.parent_id)
             user = _message(parent, "user", body.content)
             answer = replace(_message(user.id, "assistant", ""), status="running")
@@ -116,7 +117,7 @@ class Sessions:
         body = await read_model(request, self._services, TurnFields)
         self._check(body)
         async with self._turns.lock(key):
-            session = await self._ready_session(key)
+            session = await self._turns.make_way(key)
             path = _path(session, request.path_params["mid"])
             if path[-1].role == "assistant":
                 path = path[:-1]
@@ -126,11 +127,10 @@ class Sessions:
 
     async def stream(self, request: Request) -> Response:
         key = _key(request)
-        turn = self._turns.running(key)
-        if turn is not None:
-            return self._stream(turn, _cursor(request, turn))
-        await self._session(key)
-        return Response(status_code=204)
+        turn = await self._turns.find(key)
+        if turn is None:
+            return Response(status_code=204)
+        return self._stream(turn, _cursor(request, turn))
 
     async def fork(self, request: Request) -> Response:
         key = _key(request)
@@ -156,16 +156,7 @@ class Sessions:
     async def _session(self, key: Key) -> Session:
         session = await self._store.get(*key)
         if session is None:
-            raise _no_session()
-        return session
-
-    async def _ready_session(self, key: Key) -> Session:
-        """The session, with no turn of this process running. Raises: TurnRunning, NotFound."""
-        await self._turns.make_way(key)
-        session = await self._session(key)
-        for message in session.messages:
-            if message.status == "running":  # a living process that shares the store has it
-                raise TurnRunning(message.id)
+            raise no_session()
         return session
 
     def _check(self, body: TurnFields) -> None:
@@ -287,10 +278,6 @@ def public(session: Session, *, messages: bool = True) -> dict[str, Any]:
 
 def _key(request: Request) -> Key:
     return request_info(request).tenant, request.path_params["id"]
-
-
-def _no_session() -> NotFound:
-    return NotFound("There is no such session", param="id", code="session_not_found")
 
 
 def _message(parent_id: str | None, role: str, content: str) -> Message:

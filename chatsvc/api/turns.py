@@ -4,7 +4,10 @@ A turn is one answer to one user message. It is accepted when the engine has tak
 (the answer as ``running``): only then does the caller get a stream. What the engine or the store refuses leaves no
 trace. From then on the turn goes on by itself: readers come and go, each a cursor on the output log. With no reader for
 ``resume_grace`` seconds it is cancelled. While it runs, its text so far is written down once a second, so a killed
-process loses no more than that; the final text is written once, and tried again until the store takes it.
+process loses no more than that; the final text is written once, and tried again until the store takes it. Whether the
+store is there or not, the generation goes on.
+
+When processes share the store, a session's turn may run in another one: :mod:`chatsvc.api.neighbours`.
 
 One object per app, in the event loop; no locks but one per session while a turn is being accepted.
 """
@@ -13,18 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
-from chatsvc.api.frames import DONE, FINISH, dumps, error_event, usage
+from chatsvc.api.frames import usage
+from chatsvc.api.neighbours import Neighbours
 from chatsvc.api.services import Services
-from chatsvc.api.sse import closing
-from chatsvc.engine.output import Delta, Generation
-from chatsvc.errors import Conflict, NotFound, RequestError, StoreError
-from chatsvc.sessions.base import Message, SessionStore, Status
+from chatsvc.api.turn import Key, Turn
+from chatsvc.api.turnstream import turn_events
+from chatsvc.engine.output import Generation
+from chatsvc.errors import NotFound, RequestError, StoreError
+from chatsvc.sessions.base import Message, Session, SessionStore, Status, TurnOver, TurnRunning
 
 log = logging.getLogger("chatsvc.api")
 
@@ -32,52 +37,13 @@ CHECKPOINT = 0.8  # seconds between writes of a running answer
 KEEP_ALIVE = 2.0  # without news it is written as often, so that a long wait does not outlive its session
 SAVE_WAIT = 6.0  # seconds a reader waits at the end for the store; the turn itself waits as long as it takes
 RETRY_CAP = 5.0
+CLOSE_WAIT = 1.0
 BURIAL_DELAYS = (1.0, 5.0, 15.0)
 
-Key = tuple[str, str]  # tenant, session id
 
-
-class TurnRunning(Conflict):
-    """A turn of this session is running and is being read. ``turn_id`` names it."""
-
-    def __init__(self, turn_id: str) -> None:
-        super().__init__("A turn of this session is running; wait for its end or cancel it", code="turn_running")
-        self.turn_id = turn_id
-
-
-@dataclass(eq=False)
-class Turn:
-    """One running (or just ended) answer.
-
-    Attributes:
-        answer: the message as it was accepted; its id is the turn's.
-        readers: streams attached now.
-        ended_as: what the end counts as when somebody cancels the generation; None: nobody did.
-        saved: set when the final text is in the store (or its session is gone).
-    """
-
-    key: Key
-    answer: Message
-    generation: Generation
-    readers: int = 0
-    ended_as: Status | None = None
-    saved: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    grace: asyncio.TimerHandle | None = None
-
-    @property
-    def id(self) -> str:
-        return self.answer.id
-
-    @property
-    def running(self) -> bool:
-        return not self.saved.is_set()
-
-    def end(self, status: Status) -> None:
-        """Cancel the generation, for the given reason. The first reason counts."""
-        if not self.generation.finished:
-            self.ended_as = self.ended_as or status
-            self.generation.cancel()
+def no_session() -> NotFound:
+    """There is none with this id, or it is another tenant's."""
+    return NotFound("There is no such session", param="id", code="session_not_found")
 
 
 class Turns:
@@ -90,6 +56,8 @@ class Turns:
         self._locks: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
         self._burials: set[asyncio.Task[None]] = set()
         self._closing = False
+        relay = store.relay
+        self._neighbours = None if relay is None else Neighbours(relay, store, self._watch)
 
     def lock(self, key: Key) -> asyncio.Lock:
         """Held while a turn of the session is being accepted or ended by a request."""
@@ -99,22 +67,46 @@ class Turns:
         return lock
 
     def running(self, key: Key) -> Turn | None:
-        """The session's running turn."""
+        """The session's running turn, when it is this process's own."""
         turn = self._turns.get(key)
         return turn if turn is not None and turn.running else None
 
-    async def make_way(self, key: Key) -> None:
-        """Before a new turn: one that somebody reads stays (409), one that nobody reads is interrupted.
+    async def find(self, key: Key) -> Turn | None:
+        """The session's running turn, in whatever process it runs; read it with :meth:`attach` and :meth:`events`.
 
-        Raises: TurnRunning; StoreError when the old turn's text cannot be stored.
+        Raises: NotFound (no such session), StoreError.
         """
         turn = self.running(key)
-        if turn is None:
-            return
-        if turn.readers:
-            raise TurnRunning(turn.id)
-        turn.end("interrupted")
-        await self._await_saved(turn)
+        if turn is not None:
+            return turn
+        answer = self._elsewhere(await self._session(key))
+        if answer is None or self._neighbours is None:
+            return None
+        return await self._neighbours.join(key, answer)
+
+    async def make_way(self, key: Key) -> Session:
+        """Before a new turn: one that somebody reads stays (409), one that nobody reads is interrupted. The same for a
+        turn that another process runs.
+
+        Returns: the session, in which nothing runs.
+        Raises: TurnRunning; NotFound; StoreError when the old turn's text cannot be stored.
+        """
+        turn = self.running(key)
+        if turn is not None:
+            if turn.read:
+                raise TurnRunning(turn.id)
+            turn.end("interrupted")
+            await self._await_saved(turn)
+        session = await self._session(key)
+        answer = self._elsewhere(session)
+        if answer is not None and self._neighbours is not None:
+            if await self._neighbours.ask(answer, "yield") in ("busy", "silent"):
+                raise TurnRunning(answer.id)
+            session = await self._session(key)
+        for message in session.messages:
+            if message.status == "running":
+                raise TurnRunning(message.id)
+        return session
 
     async def start(self, key: Key, new: list[Message], begin: Callable[[str], Generation]) -> Turn:
         """Accept a turn.
@@ -123,7 +115,8 @@ class Turns:
             new: the messages to append; the last is the answer, still empty.
             begin: starts the generation under the given request id.
 
-        Raises: whatever ``begin`` and the store raise; nothing is left of the turn then.
+        Raises: whatever ``begin`` and the store raise (TurnRunning when another process was faster); nothing is left of
+        the turn then.
         """
         answer = new[-1]
         generation = begin(f"chatcmpl-{answer.id}")
@@ -140,19 +133,49 @@ class Turns:
         self._turns[key] = turn
         turn.task = asyncio.create_task(self._run(turn))
         self._watch(turn)
+        if self._neighbours is not None:
+            self._neighbours.publish(turn)
         return turn
 
-    async def cancel(self, key: Key) -> Turn | None:
-        """End the session's running turn, as ``cancelled``, and wait until that is stored."""
+    async def cancel(self, key: Key, session: Session | None = None) -> str | None:
+        """End the session's running turn, as ``cancelled``, in whatever process it runs, and wait until that is stored.
+
+        Args:
+            session: when the caller has just read it.
+
+        Returns: the turn's id; None when nothing was running.
+        Raises: NotFound; StoreError.
+        """
         turn = self.running(key)
         if turn is not None:
             turn.end("cancelled")
             await self._await_saved(turn)
-        return turn
+            return turn.id
+        answer = self._elsewhere(session or await self._session(key))
+        if answer is None or self._neighbours is None:
+            return None
+        said = await self._neighbours.ask(answer, "cancel")
+        if said == "silent":
+            raise StoreError("The process that runs this turn does not answer.")
+        return answer.id if said == "ended" else None
+
+    async def stored(self, turn: Turn) -> None:
+        """Until the turn's end is in the store. Raises: StoreError when that takes too long."""
+        await self._await_saved(turn)
+
+    def discard(self, key: Key, session: Session | None) -> None:
+        """The session (as it was just before) has been deleted: its running turn ends."""
+        turn = self.running(key)
+        if turn is not None:
+            turn.end("cancelled")
+        elif self._neighbours is not None and session is not None and (answer := self._elsewhere(session)) is not None:
+            self._neighbours.cancel(answer)
 
     def attach(self, turn: Turn) -> None:
         """A reader has come. Each call needs one :meth:`detach`."""
         turn.readers += 1
+        if turn.owner and turn.readers == 1 and self._neighbours is not None:
+            self._neighbours.attached(turn)
         if turn.grace is not None:
             turn.grace.cancel()
             turn.grace = None
@@ -160,20 +183,37 @@ class Turns:
     def detach(self, turn: Turn) -> None:
         """A reader has left; with none the clock runs."""
         turn.readers -= 1
-        self._watch(turn)
+        if not turn.owner:
+            self._watch(turn)
+        elif not turn.readers and self._neighbours is not None:
+            self._neighbours.detached(turn)
 
-    async def close(self) -> None:
-        """Interrupt what still runs and store it. Call before the store is closed; takes at most ``SAVE_WAIT``."""
+    def let_go(self) -> None:
+        """The server is about to stop: streams of other processes' turns end, so that their readers go there."""
+        if self._neighbours is not None:
+            self._neighbours.let_go("The server is shutting down; join the answer again")
+
+    async def close(self, timeout: float = SAVE_WAIT) -> None:  # noqa: ASYNC109  it is a patience, not a deadline
+        """Interrupt what still runs and store it. Call before the store is closed.
+
+        Args:
+            timeout: seconds to try while the store is away; what could not be stored then is logged.
+        """
         self._closing = True
         turns = list(self._turns.values())
         for turn in turns:
             turn.end("interrupted")
         tasks = [t.task for t in turns if t.task is not None]
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=SAVE_WAIT)
+            _, late = await asyncio.wait(tasks, timeout=timeout)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        lost = [turn.id for turn in turns if turn.running]
+        if lost:
+            log.error("the session store did not take the end of %d answers: %s", len(lost), ", ".join(lost))
+        if self._neighbours is not None:
+            await self._neighbours.close(CLOSE_WAIT)
         for turn in turns:
             self._forget(turn)
         for burial in list(self._burials):
@@ -187,7 +227,7 @@ class Turns:
         if not turn.running:
             self._forget(turn)
             return
-        if turn.readers or self._closing:
+        if turn.readers or self._closing:  # readers elsewhere come and go without a word: the clock runs, and asks then
             return
         if turn.grace is not None:
             turn.grace.cancel()
@@ -195,7 +235,9 @@ class Turns:
 
     def _grace_over(self, turn: Turn) -> None:
         turn.grace = None
-        if not turn.readers:
+        if turn.read:
+            self._watch(turn)
+        else:
             turn.end("cancelled")
 
     def _forget(self, turn: Turn) -> None:
@@ -232,15 +274,22 @@ class Turns:
     async def _save(self, turn: Turn) -> None:
         final, delay = self.message(turn, final=True), 0.2
         while not await self._try(turn, final):
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, RETRY_CAP)
         turn.saved.set()
 
     async def _try(self, turn: Turn, message: Message) -> bool:
+        """Write the answer down; False: not now."""
+        if turn.lost:
+            return True
         try:
             await self._store.update_message(*turn.key, message)
-        except NotFound:  # the session was deleted: nothing left to say to it
-            turn.end("cancelled")
+        except NotFound:  # deleted (whoever did it ends the turn), or lost with the store's memory: the answer goes on
+            log.warning("turn %s is not stored: its session is gone", turn.id)
+        except TurnOver:
+            log.error("turn %s: another process ended it, as this one had not been heard of for too long", turn.id)
+            turn.lost = True
+            turn.end("interrupted")
         except StoreError as error:
             log.warning("turn %s is not stored yet: %s", turn.id, error)
             return False
@@ -252,6 +301,8 @@ class Turns:
             await asyncio.sleep(delay)
             try:
                 await self._store.update_message(*key, replace(answer, status="failed"))
+            except TurnOver:
+                return
             except (NotFound, StoreError):
                 continue
             return
@@ -298,46 +349,23 @@ class Turns:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    async def events(self, turn: Turn, cursor: int) -> AsyncIterator[bytes]:
-        """The turn as server-sent events from ``cursor`` (tokens already seen) to its end.
+    def events(self, turn: Turn, cursor: int) -> AsyncIterator[bytes]:
+        """The turn as server-sent events from ``cursor`` (tokens already seen) to its end; see
+        :func:`chatsvc.api.turnstream.turn_events`. The reader is :meth:`attach`-ed meanwhile."""
+        return turn_events(turn, cursor, self._services.model_name, self._await_saved)
 
-        Each event is a chat.completion.chunk with the id ``turn:choice:tokens``; text and finish reason share an event,
-        so an id always says exactly what its reader has. When text was held back to the very end, the last event's
-        count is one more than there are tokens.
-        """
-        choice = turn.generation.logs[0]
-        has_tail = cursor > len(choice.tokens)
-        head = dumps(
-            {
-                "id": turn.generation.request_id,
-                "object": "chat.completion.chunk",
-                "created": int(turn.answer.created_at),
-                "model": self._services.model_name,
-            }
-        )[:-1]
-        begun = cursor > 0
-        async with closing(turn.generation.read([min(cursor, len(choice.tokens))])) as reads:
-            async for (delta,) in reads:
-                text = delta.text
-                if has_tail and choice.tail and text.endswith(choice.tail):
-                    text = text[: -len(choice.tail)]
-                if delta.finish_reason == "error":
-                    if text:
-                        yield _chunk(turn, head, replace(delta, finish_reason=None), text, not begun, False).encode()
-                    with suppress(StoreError):
-                        await self._await_saved(turn)
-                    yield error_event(delta.error or "The generation failed")
-                    return
-                if text or delta.finish_reason is not None:
-                    yield _chunk(turn, head, delta, text, not begun, bool(choice.tail)).encode()
-                    begun = True
-        try:
-            await self._await_saved(turn)
-        except StoreError:
-            yield error_event("The answer is complete, but the session store has not taken it yet", "store_unavailable")
-            return
-        counts = dumps(usage([turn.generation]))
-        yield f'data: {head},"choices":[],"usage":{counts}}}\n\n'.encode() + DONE
+    async def _session(self, key: Key) -> Session:
+        session = await self._store.get(*key)
+        if session is None:
+            raise no_session()
+        return session
+
+    def _elsewhere(self, session: Session) -> Message | None:
+        """The answer that another process is writing."""
+        if self._neighbours is None:
+            return None
+        mine = ("", self._neighbours.name)
+        return next((m for m in session.messages if m.status == "running" and m.owner not in mine), None)
 
 
 def timing(generation: Generation) -> dict[str, float | None]:
@@ -349,13 +377,3 @@ def timing(generation: Generation) -> dict[str, float | None]:
         "first_token_seconds": None if first is None else round(first, 4),
         "tokens_per_second": round((tokens - 1) / span, 2) if span > 0 and tokens > 1 else None,
     }
-
-
-def _chunk(turn: Turn, head: str, delta: Delta, text: str, first: bool, tail: bool) -> str:
-    seen = delta.cursor + (1 if delta.finish_reason is not None and tail else 0)
-    role = '"role":"assistant",' if first else ""
-    reason = "null" if delta.finish_reason is None else f'"{FINISH[delta.finish_reason]}"'
-    cancelled = ',"cancelled":true' if delta.finish_reason == "abort" else ""
-    content = f'"delta":{{{role}"content":{dumps(text)}}}'
-    choice = f'{{"index":0,{content},"logprobs":null,"finish_reason":{reason}{cancelled}}}'
-    return f'id: {turn.id}:0:{seen}\ndata: {head},"choices":[{choice}],"usage":null}}\n\n'

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from chatsvc.errors import InvalidRequest
-from chatsvc.sessions.base import Message
+from chatsvc.sessions.base import Message, TurnRunning
 
 MAX_SESSION_MESSAGES = 4096
 """Most messages of one session (both sides counted)."""
@@ -44,6 +45,16 @@ def decode(text: str) -> Message:
 def stored_size(encoded: str) -> int:
     """Bytes that a message counts for."""
     return len(encoded.encode())
+
+
+def check_one_running(running: str | None, fresh: Iterable[Message]) -> None:
+    """Raises TurnRunning when ``fresh`` would give a session a second running answer; ``running`` is the id of the one
+    that it has."""
+    for message in fresh:
+        if message.status == "running":
+            if running is not None and running != message.id:
+                raise TurnRunning(running)
+            running = message.id
 
 
 def check_room(messages: int, size: int) -> None:

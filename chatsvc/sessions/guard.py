@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -25,12 +26,24 @@ class Guard:
         what: the store's name in messages ("Redis").
         deadline: seconds after which the caller gets StoreError; the operation itself may still end later.
         errors: the driver's exceptions, which become StoreError.
+        away: those among them that say that the store is not there; past the deadline it is not there either.
+
+    Attributes:
+        lost_at: monotonic seconds when the store was last found away; None: never.
     """
 
-    def __init__(self, what: str, deadline: float, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        what: str,
+        deadline: float,
+        errors: tuple[type[Exception], ...],
+        away: tuple[type[Exception], ...] = (),
+    ) -> None:
         self._what = what
         self._deadline = deadline
         self._errors = errors
+        self._away = away
+        self.lost_at: float | None = None
         self._tasks: set[asyncio.Future[object]] = set()
 
     async def run(self, operation: Awaitable[T]) -> T:
@@ -40,7 +53,8 @@ class Guard:
         task.add_done_callback(self._ended)
         done, _ = await asyncio.wait({task}, timeout=self._deadline)
         if not done:
-            raise StoreError(f"The {self._what} session store did not answer within {self._deadline:g} s.")
+            self.lost_at = time.monotonic()
+            raise StoreError(f"The {self._what} session store did not answer within {self._deadline:g} s.", away=True)
         if task.cancelled():
             raise StoreError(f"The {self._what} session store is being closed.")
         try:
@@ -48,7 +62,10 @@ class Guard:
         except self._errors as error:
             # Callers of the API read the message: it names no address. The log has it all.
             log.warning("%s: %s: %s", self._what, type(error).__name__, error)
-            raise StoreError(f"The {self._what} session store cannot answer.") from error
+            away = isinstance(error, self._away)
+            if away:
+                self.lost_at = time.monotonic()
+            raise StoreError(f"The {self._what} session store cannot answer.", away=away) from error
 
     def _ended(self, task: asyncio.Future[T]) -> None:
         self._tasks.discard(task)  # type: ignore[arg-type]

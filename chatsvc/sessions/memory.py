@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chatsvc.errors import Conflict, NotFound
-from chatsvc.sessions.base import Message, Session
-from chatsvc.sessions.codec import check_room, decode, encode, stored_size
+from chatsvc.sessions.base import Message, Session, TurnOver
+from chatsvc.sessions.codec import check_one_running, check_room, decode, encode, stored_size
 
 
 @dataclass(slots=True)
@@ -35,6 +35,10 @@ class MemoryStore:
         self._clock = clock
         self._records: dict[str, _Record] = {}
         self._next_sweep = 0.0
+
+    @property
+    def relay(self) -> None:
+        """Nobody shares this store."""
 
     async def open(self) -> None:
         return None
@@ -87,9 +91,13 @@ class MemoryStore:
 
     async def update_message(self, tenant: str, session_id: str, message: Message) -> None:
         record = self._require(tenant, session_id)
-        if message.id not in record.messages:
+        stored = record.messages.get(message.id)
+        if stored is None:
             raise NotFound("There is no such message.")
-        record.messages[message.id] = encode(message)
+        fresh = encode(message)
+        if stored != fresh and decode(stored).status != "running":
+            raise TurnOver
+        record.messages[message.id] = fresh
         record.meta.updated_at = self._clock()
 
     async def interrupt_running(self) -> int:
@@ -104,7 +112,11 @@ class MemoryStore:
 
     @staticmethod
     def _add(record: _Record, messages: Sequence[Message]) -> None:
-        fresh = {m.id: encode(m) for m in messages if m.id not in record.messages}
+        new = [m for m in messages if m.id not in record.messages]
+        if any(m.status == "running" for m in new):
+            known = map(decode, record.messages.values())
+            check_one_running(next((m.id for m in known if m.status == "running"), None), new)
+        fresh = {m.id: encode(m) for m in new}
         check_room(len(record.messages) + len(fresh), record.size + sum(stored_size(m) for m in fresh.values()))
         record.messages.update(fresh)
 

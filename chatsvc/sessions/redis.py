@@ -6,8 +6,10 @@ Keys (``{...}`` is the hash tag: all keys of a session live in one cluster slot;
 - ``chatsvc:{tenant-<digest>}:sessions``: sorted set of a tenant's session ids by last change. A hint for listing only:
   what it names is looked up and checked, and names of expired sessions are dropped on the way.
 - ``chatsvc:{running}``: hash ``<session>:<message>`` -> ``<instance>:<tenant>`` of turns under way.
-- ``chatsvc:{instance-<id>}:alive``: a server process is alive. When it expires, its running turns count as
-  interrupted, whoever reads them; so a starting process never interrupts the turns of its living neighbours.
+- ``chatsvc:{instance-<id>}:alive``: the lease of a server process, which it renews. When it has ended, the process's
+  running turns count as interrupted, whoever reads them; so a starting process never interrupts the turns of its living
+  neighbours. Nobody is declared dead while it may only be Redis that was away: see ``_dead``.
+- ``chatsvc:{live}:...``: see :mod:`chatsvc.sessions.redis_relay`.
 
 Every operation runs to its end in a task of its own (:class:`~chatsvc.sessions.guard.Guard`), so a caller who leaves
 cannot leave a reply on the wire. Commands are retried by redis-py after a lost connection; all of them are idempotent.
@@ -17,24 +19,35 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff  # type: ignore[attr-defined]
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff  # type: ignore[attr-defined]
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from chatsvc.errors import ConfigError, Conflict, NotFound
+from chatsvc.errors import ConfigError, Conflict, NotFound, StoreError
 from chatsvc.sessions import redis_scripts as scripts
-from chatsvc.sessions.base import Message, Session
-from chatsvc.sessions.codec import MAX_SESSION_BYTES, MAX_SESSION_MESSAGES, decode, encode, is_id, session_full
+from chatsvc.sessions.base import Message, Session, TurnOver, TurnRunning
+from chatsvc.sessions.codec import (
+    MAX_SESSION_BYTES,
+    MAX_SESSION_MESSAGES,
+    check_one_running,
+    decode,
+    encode,
+    is_id,
+    session_full,
+)
 from chatsvc.sessions.guard import Guard
+from chatsvc.sessions.redis_relay import BLOCK, LOG_LENGTH, RedisRelay
 
 Sessions = list[Session]
 log = logging.getLogger(__name__)
@@ -43,9 +56,9 @@ MAX_CONNECTIONS = 16
 CONNECT_TIMEOUT = 1.0
 COMMAND_TIMEOUT = 2.0
 RETRIES = 2
-DEADLINE = 5.0
-LEASE = 15.0
-HEARTBEAT = 5.0
+DEADLINE = 3.0
+LEASE = 10.0
+HEARTBEATS = 4  # in a lease
 
 _RUNNING = "chatsvc:{running}"
 
@@ -56,29 +69,49 @@ class RedisStore:
         ``open()``: the service starts, session calls raise StoreError, and all heals when the server comes.
     ttl: seconds of life after the last read or write.
     clock: Unix time in seconds.
+    lease: seconds after which a process that has not been heard of counts as dead.
+    log_length: batches that the log of a running answer keeps.
     """
 
-    def __init__(self, url: str, ttl: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        url: str,
+        ttl: float,
+        clock: Callable[[], float] = time.time,
+        *,
+        lease: float = LEASE,
+        log_length: int = LOG_LENGTH,
+    ) -> None:
+        common: dict[str, Any] = {
+            "socket_connect_timeout": CONNECT_TIMEOUT,
+            "decode_responses": True,
+            "protocol": 2,
+            "client_name": "chatsvc",
+        }
         try:
             self._pool: Any = aioredis.BlockingConnectionPool.from_url(
                 url,
                 max_connections=MAX_CONNECTIONS,
                 timeout=COMMAND_TIMEOUT,
-                socket_connect_timeout=CONNECT_TIMEOUT,
                 socket_timeout=COMMAND_TIMEOUT,
                 retry=Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.05), RETRIES),
                 health_check_interval=15,
-                decode_responses=True,
-                protocol=2,
-                client_name="chatsvc",
+                **common,
+            )
+            blocking_pool: Any = aioredis.ConnectionPool.from_url(
+                url, max_connections=1, socket_timeout=BLOCK + COMMAND_TIMEOUT, retry=Retry(NoBackoff(), 0), **common
             )
         except (ValueError, TypeError, RedisError):
             raise ConfigError("--session-store holds a Redis URL that cannot be read.") from None
         self._client: Any = aioredis.Redis.from_pool(self._pool)  # type: ignore[attr-defined]
         self._ttl_ms = max(1, int(ttl * 1000))
         self._clock = clock
-        self._guard = Guard("Redis", DEADLINE, (RedisError, OSError, asyncio.TimeoutError))
+        away = (RedisConnectionError, RedisTimeoutError, OSError, asyncio.TimeoutError)
+        self._guard = Guard("Redis", DEADLINE, (RedisError, *away), away)
         self._instance = secrets.token_hex(8)
+        self._lease = lease
+        blocking: Any = aioredis.Redis.from_pool(blocking_pool)  # type: ignore[attr-defined]
+        self._relay = RedisRelay(self._instance, self._client, blocking, self._guard, log_length)
         self._alive_key = f"chatsvc:{{instance-{self._instance}}}:alive"
         self._heart: asyncio.Task[None] | None = None
         self._create_script = self._client.register_script(scripts.CREATE)
@@ -88,11 +121,16 @@ class RedisStore:
         self._append_script = self._client.register_script(scripts.APPEND)
         self._update_script = self._client.register_script(scripts.UPDATE)
 
+    @property
+    def relay(self) -> RedisRelay:
+        return self._relay
+
     async def open(self) -> None:
         try:
             await self._guard.run(self._beat())
-        except Exception as error:
+        except StoreError as error:
             log.warning("Redis is not there yet; session calls answer 503 until it is (%s)", error)
+        self._relay.open()
         self._heart = asyncio.create_task(self._heartbeat())
 
     async def close(self) -> None:
@@ -105,6 +143,7 @@ class RedisStore:
                 await asyncio.wait_for(self._client.delete(self._alive_key), DEADLINE)
             except (TimeoutError, RedisError, OSError):
                 pass  # the lease ends by itself
+        await self._relay.close()
         await self._client.aclose()
         await self._pool.aclose()
 
@@ -143,7 +182,8 @@ class RedisStore:
         await self._note_running(session.tenant, session.id, session.messages)
         reply = await self._call(
             self._create_script, session.tenant, session.id,
-            secrets.token_hex(8), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, session.title, session.system,
+            secrets.token_hex(8), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, self._turn_of(session.messages),
+            session.title, session.system,
             repr(session.created_at), repr(session.updated_at), *self._encoded(session.messages),
         )  # fmt: skip
         if reply == 0:
@@ -176,7 +216,7 @@ class RedisStore:
         now = self._clock()
         reply = await self._call(
             self._append_script, tenant, session_id,
-            repr(now), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, *self._encoded(messages),
+            repr(now), MAX_SESSION_MESSAGES, MAX_SESSION_BYTES, self._turn_of(messages), *self._encoded(messages),
         )  # fmt: skip
         if reply != 1 and noted:
             await self._client.hdel(_RUNNING, *noted)
@@ -186,7 +226,9 @@ class RedisStore:
     async def _update(self, tenant: str, session_id: str, message: Message) -> None:
         noted = await self._note_running(tenant, session_id, [message])
         now, body = self._clock(), self._encode(message)
-        reply = await self._call(self._update_script, tenant, session_id, repr(now), message.id, body, "")
+        ended = "" if message.status == "running" else "ended"
+        token = _token(message.id, self._instance)
+        reply = await self._call(self._update_script, tenant, session_id, repr(now), message.id, body, "", token, ended)
         if is_id(session_id) and (message.status != "running" or (reply != 1 and noted)):
             await self._client.hdel(_RUNNING, f"{session_id}:{message.id}")
         _check(reply)
@@ -241,16 +283,27 @@ class RedisStore:
         return session
 
     async def _judge(self, tenant: str, session_id: str, value: str, message: Message) -> Message:
-        """A turn still marked running: interrupted when the process that ran it is gone."""
-        owner = json.loads(value.partition(":")[2])["owner"]
-        if owner == self._instance or await self._client.exists(f"chatsvc:{{instance-{owner}}}:alive"):
+        """A turn still marked running: interrupted when the process that ran it is dead."""
+        if not await self._dead(message.owner):
             return message
         await self._interrupt(tenant, session_id, value, message)
-        return replace(message, status="interrupted")
+        return replace(message, status="interrupted", owner="")
+
+    async def _dead(self, owner: str) -> bool:
+        """Whether a process has lost its lease, and had the time to renew it: Redis has been there for a whole lease
+        since it started, and since we last could not reach it."""
+        if owner == self._instance or await self._client.exists(f"chatsvc:{{instance-{owner}}}:alive"):
+            return False
+        lost_at = self._guard.lost_at
+        if lost_at is not None and time.monotonic() - lost_at <= self._lease:
+            return False
+        info = await self._client.info("server")
+        return float(info["uptime_in_seconds"]) > self._lease
 
     async def _interrupt(self, tenant: str, session_id: str, value: str, message: Message) -> bool:
         body = self._encode(replace(message, status="interrupted"))
-        reply = await self._call(self._update_script, tenant, session_id, "", message.id, body, value)
+        token = _token(message.id, message.owner)
+        reply = await self._call(self._update_script, tenant, session_id, "", message.id, body, value, token, "ended")
         await self._client.hdel(_RUNNING, f"{session_id}:{message.id}")
         return cast(bool, reply == 1)
 
@@ -259,7 +312,7 @@ class RedisStore:
         for name, note in (await self._client.hgetall(_RUNNING)).items():
             session_id, _, message_id = name.partition(":")
             owner, _, tenant = note.partition(":")
-            if owner != self._instance and await self._client.exists(f"chatsvc:{{instance-{owner}}}:alive"):
+            if owner != self._instance and not await self._dead(owner):
                 continue
             value = await self._client.hget(_messages_key(session_id), message_id)
             message = None if value is None else decode(value.partition(":")[2])
@@ -291,24 +344,26 @@ class RedisStore:
             await self._client.zrem(key, *gone)
 
     def _encode(self, message: Message) -> str:
-        text = encode(message)
-        if message.status == "running":  # remember who runs it
-            text = f'{text[:-1]},"owner":"{self._instance}"}}'
-        return text
+        """With its owner while it runs."""
+        return encode(replace(message, owner=self._instance if message.status == "running" else ""))
+
+    def _turn_of(self, messages: Sequence[Message]) -> str:
+        """The token of the running answer among the messages that a call appends, or empty."""
+        running = [m for m in messages if m.status == "running"]
+        check_one_running(None, running)
+        return _token(running[0].id, self._instance) if running else ""
 
     def _encoded(self, messages: Sequence[Message]) -> Sequence[str]:
         return [x for m in messages for x in (m.id, self._encode(m))]
 
     async def _beat(self) -> None:
-        await self._client.set(self._alive_key, "1", px=int(LEASE * 1000))
+        await self._client.set(self._alive_key, "1", px=int(self._lease * 1000))
 
     async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT)
-            try:
+            await asyncio.sleep(self._lease / HEARTBEATS)
+            with suppress(StoreError):  # logged by the guard
                 await self._guard.run(self._beat())
-            except Exception as error:
-                log.warning("Redis does not answer: %s", error)
 
 
 def _meta_key(session_id: str) -> str:
@@ -323,6 +378,10 @@ def _index_key(tenant: str) -> str:
     return f"chatsvc:{{tenant-{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}}}:sessions"
 
 
+def _token(message_id: str, owner: str) -> str:
+    return f"{message_id}@{owner}"
+
+
 def _session(session_id: str, meta: dict[str, str]) -> Session:
     return Session(
         id=session_id,
@@ -334,10 +393,14 @@ def _session(session_id: str, meta: dict[str, str]) -> Session:
     )
 
 
-def _check(reply: int) -> None:
+def _check(reply: int | str) -> None:
+    if isinstance(reply, str):
+        raise TurnRunning(reply.partition("@")[0])
     if reply == scripts.NO_SESSION:
         raise NotFound("There is no such session.")
     if reply == scripts.NO_MESSAGE:
         raise NotFound("There is no such message.")
+    if reply == scripts.OVER:
+        raise TurnOver
     if reply == scripts.FULL:
         raise session_full()

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from chatsvc.errors import ConfigError, Conflict, NotFound, StoreError
-from chatsvc.sessions.base import Message, Session
-from chatsvc.sessions.codec import check_room, decode, encode, stored_size
+from chatsvc.sessions.base import Message, Session, TurnOver
+from chatsvc.sessions.codec import check_one_running, check_room, decode, encode, stored_size
 from chatsvc.sessions.guard import Guard
 
 P = ParamSpec("P")
@@ -72,6 +72,10 @@ class SqliteStore:
         self._db: sqlite3.Connection | None = None
         self._lock_fd: int | None = None
         self._next_sweep = 0.0
+
+    @property
+    def relay(self) -> None:
+        """The file belongs to one process."""
 
     async def open(self) -> None:
         """Raises: ConfigError when another process has the file, or when it cannot be opened."""
@@ -236,10 +240,12 @@ class SqliteStore:
     def _update_message(self, db: sqlite3.Connection, tenant: str, session_id: str, message: Message) -> None:
         self._require(db, tenant, session_id)
         key = (session_id, message.id)
-        row = db.execute("SELECT body FROM messages WHERE session_id=? AND id=?", key).fetchone()
+        row = db.execute("SELECT body, status FROM messages WHERE session_id=? AND id=?", key).fetchone()
         if row is None:
             raise NotFound("There is no such message.")
         body = encode(message)
+        if row[1] != "running" and row != (body, message.status):
+            raise TurnOver
         db.execute("UPDATE messages SET status=?, body=? WHERE session_id=? AND id=?", (message.status, body, *key))
         db.execute(
             "UPDATE sessions SET updated_at=?, size=size+? WHERE id=?",
@@ -251,6 +257,11 @@ class SqliteStore:
 
     def _insert(self, db: sqlite3.Connection, session_id: str, messages: Sequence[Message]) -> None:
         count, size = db.execute("SELECT messages, size FROM sessions WHERE id=?", (session_id,)).fetchone()
+        if any(m.status == "running" for m in messages):
+            row = db.execute(
+                "SELECT id FROM messages WHERE session_id=? AND status='running'", (session_id,)
+            ).fetchone()
+            check_one_running(None if row is None else row[0], messages)
         for message in messages:
             body = encode(message)
             added = db.execute(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from chatsvc.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from chatsvc.sessions import codec
-from chatsvc.sessions.base import Message, Session, SessionStore
+from chatsvc.sessions.base import Message, Session, SessionStore, TurnOver, TurnRunning
 from chatsvc.sessions.codec import new_id
 from chatsvc.sessions.redis import RedisStore
 from chatsvc.sessions.select import open_store
@@ -89,6 +90,40 @@ async def test_update_overwrites_one_message_and_only_one_that_is_there(store: S
         await store.update_message("t", s.id, message("stranger"))
 
 
+async def test_rd_01_a_session_has_one_running_answer(store: SessionStore) -> None:
+    s = session()
+    await store.create(s)
+    turns = [[message(f"q{i}"), message("", role="assistant", status="running")] for i in range(10)]
+    results = await asyncio.gather(*(store.append("t", s.id, turn) for turn in turns), return_exceptions=True)
+    taken = [turn for turn, result in zip(turns, results, strict=True) if result is None]
+    assert len(taken) == 1
+    running = taken[0][1]
+    assert {r.turn_id for r in results if isinstance(r, TurnRunning)} == {running.id}
+    await store.append("t", s.id, taken[0])  # a retry of the one that was taken
+    with pytest.raises(TurnRunning):
+        await store.append("t", s.id, turns[0] if taken[0] is not turns[0] else turns[1])
+    got = await store.get("t", s.id)
+    assert got is not None and got.messages == taken[0]
+    running.status = "done"
+    await store.update_message("t", s.id, running)
+    await store.append("t", s.id, next(t for t in turns if t is not taken[0]))
+
+
+async def test_an_ended_answer_is_not_written_over(store: SessionStore) -> None:
+    s = session()
+    await store.create(s)
+    m = message("half", role="assistant", status="running")
+    await store.append("t", s.id, [m])
+    m.status, m.content = "done", "whole"
+    await store.update_message("t", s.id, m)
+    await store.update_message("t", s.id, m)  # a retry
+    for status, content in (("running", "hal"), ("cancelled", "whole"), ("done", "another")):
+        with pytest.raises(TurnOver):
+            await store.update_message("t", s.id, replace(m, status=status, content=content))
+    got = await store.get("t", s.id)
+    assert got is not None and got.messages == [m]
+
+
 async def test_an_append_sent_again_adds_nothing_twice(store: SessionStore) -> None:
     s = session()
     await store.create(s)
@@ -124,8 +159,7 @@ async def test_patch_changes_what_is_given(store: SessionStore) -> None:
     assert got is not None and (got.title, got.system) == ("", "new")
 
 
-async def test_twenty_turns_at_once_lose_and_mix_nothing(store: SessionStore) -> None:
-    """RD-01."""
+async def test_rd_01_twenty_turns_at_once_lose_and_mix_nothing(store: SessionStore) -> None:
     s = session()
     await store.create(s)
     turns = [[message(f"q{i}"), message(f"a{i}", role="assistant")] for i in range(20)]
@@ -169,7 +203,7 @@ async def test_a_session_is_bounded(store: SessionStore, monkeypatch: pytest.Mon
     assert got is not None and [m.content for m in got.messages] == ["a", "b"]  # all or none
     with pytest.raises(InvalidRequest):
         await store.append("t", s.id, [message("é" * 1000)])
-    last = message("c")
+    last = message("c", role="assistant", status="running")
     await store.append("t", s.id, [last])
     last.content = "x" * 5000  # an answer under way is kept whole
     await store.update_message("t", s.id, last)
@@ -193,8 +227,9 @@ class Aging:
             await asyncio.sleep(0.005)
 
 
-async def test_reads_and_writes_extend_the_life_and_idleness_ends_it(make_store: Callable[..., SessionStore]) -> None:
-    """RD-04."""
+async def test_rd_04_reads_and_writes_extend_the_life_and_idleness_ends_it(
+    make_store: Callable[..., SessionStore],
+) -> None:
     aging = Aging(make_store, ttl=100)
     store = aging.store
     await store.open()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from test_store_contract import message, session
 
 import chatsvc.sessions.redis as redis_store
 from chatsvc.errors import ConfigError, StoreError
+from chatsvc.sessions.base import TurnOver, TurnRunning
 from chatsvc.sessions.redis import RedisStore
 from chatsvc.sessions.sqlite import SqliteStore
 
@@ -30,10 +32,10 @@ from chatsvc.sessions.sqlite import SqliteStore
 async def main():
     store = SqliteStore(Path(sys.argv[1]), 3600)
     await store.open()
-    await store.create(Session("s", "t", "title", "", 1.0, 1.0))
     for i in range(100000):
+        await store.create(Session(f"s{i}", "t", "title", "", 1.0, 1.0))
         answer = Message(f"a{i}", None, "assistant", "", "running")
-        await store.append("t", "s", [Message(f"u{i}", None, "user", str(i)), answer])
+        await store.append("t", f"s{i}", [Message(f"u{i}", None, "user", str(i)), answer])
         print(i, flush=True)
 
 asyncio.run(main())
@@ -56,13 +58,12 @@ async def test_sqlite_survives_kill_9(tmp_path: Path) -> None:
     store = SqliteStore(path, 3600)
     await store.open()
     try:
-        got = await store.get("t", "s")
-        assert got is not None
-        assert len(got.messages) % 2 == 0 and len(got.messages) >= 2 * (
-            told + 1
-        )  # what was confirmed is there; no half
-        assert [m.id for m in got.messages] == [f"{r}{i}" for i in range(len(got.messages) // 2) for r in "ua"]
-        assert await store.interrupt_running() == len(got.messages) // 2
+        turns = 0
+        while (got := await store.get("t", f"s{turns}")) is not None and got.messages:
+            assert [(m.id, m.status) for m in got.messages] == [(f"u{turns}", "done"), (f"a{turns}", "running")]
+            turns += 1
+        assert turns >= told + 1  # what was confirmed is there; no half
+        assert await store.interrupt_running() == turns
     finally:
         await store.close()
 
@@ -116,8 +117,10 @@ async def proxied(redis_server: RedisServer) -> AsyncIterator[tuple[RedisStore, 
         await store.close()
 
 
-async def test_a_cancelled_command_never_hands_its_reply_to_another(proxied: tuple[RedisStore, DelayProxy]) -> None:
-    """RD-02."""
+async def test_rd_02_a_cancelled_command_never_hands_its_reply_to_another(
+    proxied: tuple[RedisStore, DelayProxy],
+) -> None:
+    """More than 500 cancellations in the middle of reads, behind a proxy that delays every reply."""
     store, proxy = proxied
     made = [session(title=str(i)) for i in range(8)]
     for s in made:
@@ -130,22 +133,22 @@ async def test_a_cancelled_command_never_hands_its_reply_to_another(proxied: tup
         if got is None or got.title != str(i):
             wrong.append((i, got))
 
-    tasks = []
-    for n in range(500):
+    tasks: list[asyncio.Task[None]] = []
+    for n in range(1200):
         tasks.append(asyncio.create_task(reader(n % 8)))
         if n % 5 == 0:
             await asyncio.sleep(0.001)
-        for task in tasks[-6:-1]:
-            if n % 2:
+        if n % 2:
+            for task in tasks[-6:-1]:
                 task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert sum(isinstance(r, asyncio.CancelledError) for r in results) > 100
+    assert sum(isinstance(r, asyncio.CancelledError) for r in results) > 500
     assert not [r for r in results if r is not None and not isinstance(r, asyncio.CancelledError)]
     proxy.delay = 0.0
     await asyncio.gather(*(reader(i % 8) for i in range(64)))
     assert wrong == []
     assert len(store._pool._in_use_connections) == 0  # the pool is whole
-    assert proxy.connections <= redis_store.MAX_CONNECTIONS
+    assert proxy.connections <= redis_store.MAX_CONNECTIONS + 1  # and the blocking read's: none was thrown away
 
 
 async def test_a_cancelled_append_happens_whole_or_not_at_all(proxied: tuple[RedisStore, DelayProxy]) -> None:
@@ -180,8 +183,8 @@ async def test_a_redis_that_hangs_is_an_error_soon(
         await asyncio.wait_for(store.ping(), 5)
 
 
-async def test_redis_goes_and_comes_back(tmp_path: Path, redis_server: RedisServer) -> None:
-    """RD-03: also away at the start."""
+async def test_rd_03_redis_goes_and_comes_back(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Also away at the start."""
     server = RedisServer(tmp_path)
     store = RedisStore(server.url, 3600)
     await store.open()  # nobody there: no error
@@ -202,7 +205,7 @@ async def test_redis_goes_and_comes_back(tmp_path: Path, redis_server: RedisServ
     server.stop()
 
 
-async def test_redis_that_refuses_writes_is_an_error(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_rd_03_redis_that_refuses_writes_is_an_error(tmp_path: Path, redis_server: RedisServer) -> None:
     server = RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction")
     server.start()
     store = RedisStore(server.url, 3600)
@@ -214,8 +217,7 @@ async def test_redis_that_refuses_writes_is_an_error(tmp_path: Path, redis_serve
     server.stop()
 
 
-async def test_every_key_has_a_life_and_nothing_is_left_by_probes(redis_server: RedisServer) -> None:
-    """RD-05."""
+async def test_rd_05_every_key_has_a_life_and_nothing_is_left_by_probes(redis_server: RedisServer) -> None:
     import redis
 
     with redis.Redis.from_url(redis_server.url, decode_responses=True) as client:
@@ -246,7 +248,7 @@ async def test_every_key_has_a_life_and_nothing_is_left_by_probes(redis_server: 
 
 
 async def test_a_starting_process_leaves_the_turns_of_its_neighbours_alone(redis_server: RedisServer) -> None:
-    first, second = RedisStore(redis_server.url, 3600), RedisStore(redis_server.url, 3600)
+    first, second = (RedisStore(redis_server.url, 3600, lease=0.9) for _ in range(2))
     await first.open()
     s = session()
     await first.create(s)
@@ -256,16 +258,66 @@ async def test_a_starting_process_leaves_the_turns_of_its_neighbours_alone(redis
     got = await second.get("t", s.id)
     assert got is not None and got.messages[0].status == "running"
     first._heart.cancel()  # type: ignore[union-attr]  # killed: its lease ends
-    await first._client.delete(first._alive_key)
-    got = await second.get("t", s.id)
+    async with asyncio.timeout(20):
+        while (got := await second.get("t", s.id)) is not None and got.messages[0].status == "running":
+            await asyncio.sleep(0.05)
     assert got is not None and (got.messages[0].status, got.messages[0].content) == ("interrupted", "half")
     assert await second.interrupt_running() == 0
     await second.close()
     await first.close()
 
 
-async def test_two_processes_append_to_one_session(redis_server: RedisServer) -> None:
-    """RD-01, with two connections pools in two threads and loops."""
+async def test_an_owner_that_comes_back_from_the_dead_changes_nothing(redis_server: RedisServer) -> None:
+    """Fencing: its lease had ended, another process ended its turn and began one of its own."""
+    first, second = (RedisStore(redis_server.url, 3600, lease=0.9) for _ in range(2))
+    await first.open()
+    await second.open()
+    s = session()
+    await first.create(s)
+    m = message("half", role="assistant", status="running")
+    await first.append("t", s.id, [m])
+    first._heart.cancel()  # type: ignore[union-attr]  # stands still for a while
+    async with asyncio.timeout(20):
+        while (got := await second.get("t", s.id)) is not None and got.messages[0].status == "running":
+            await asyncio.sleep(0.05)
+    await second.append("t", s.id, [message("", role="assistant", status="running")])
+    await first._beat()
+    for status in ("running", "done"):
+        with pytest.raises(TurnOver):
+            await first.update_message("t", s.id, replace(m, status=status, content="whole"))
+    with pytest.raises(TurnRunning):
+        await first.append("t", s.id, [message("", role="assistant", status="running")])
+    got = await second.get("t", s.id)
+    assert got is not None
+    assert [(m.content, m.status) for m in got.messages] == [("half", "interrupted"), ("", "running")]
+    await second.close()
+    await first.close()
+
+
+async def test_nobody_is_dead_because_redis_was_away(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Redis is down for longer than a lease. When it is back the owner's lease is over, but the owner is there."""
+    server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
+    server.start()
+    first, second = (RedisStore(server.url, 3600, lease=1.5) for _ in range(2))
+    await first.open()
+    await second.open()
+    s = session()
+    await first.create(s)
+    m = message("", role="assistant", status="running")
+    await first.append("t", s.id, [m])
+    server.stop()
+    await asyncio.sleep(1.6)
+    server.start()
+    got = await second.get("t", s.id)
+    assert got is not None and got.messages[0].status == "running"
+    await first.update_message("t", s.id, replace(m, status="done"))
+    for store in (first, second):
+        await store.close()
+    server.stop()
+
+
+async def test_rd_01_two_processes_append_to_one_session(redis_server: RedisServer) -> None:
+    """Two connection pools in two threads and loops."""
     s = session()
     store = RedisStore(redis_server.url, 3600)
     await store.open()

@@ -8,6 +8,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from redisserver import NO_REDIS, RedisServer, find_redis
 
 from chatsvc.errors import NotFound
-from chatsvc.sessions.base import Message, Session, SessionStore
+from chatsvc.sessions.base import Message, Session, SessionStore, TurnOver, TurnRunning
 from chatsvc.sessions.memory import MemoryStore
 from chatsvc.sessions.redis import RedisStore
 from chatsvc.sessions.sqlite import SqliteStore
@@ -94,6 +95,10 @@ class StoreMachine(RuleBasedStateMachine):
                 self.do(self.store.append(tenant, sid, fresh))
             return
         again = s.messages[:1]  # one that is already there is skipped
+        if sum(m.status == "running" for m in [*s.messages, *fresh]) > 1 and any(m.status == "running" for m in fresh):
+            with pytest.raises(TurnRunning):
+                self.do(self.store.append(tenant, sid, [*again, *fresh]))
+            return
         self.do(self.store.append(tenant, sid, [*again, *fresh]))
         s.messages += copy.deepcopy(fresh)
         self.touched(sid)
@@ -107,6 +112,11 @@ class StoreMachine(RuleBasedStateMachine):
                 self.do(self.store.update_message(tenant, sid, self.new_message(text, status)))
             return
         m = s.messages[k % len(s.messages)]
+        new = replace(m, content=text, status=status)
+        if m.status != "running" and new != m:
+            with pytest.raises(TurnOver):
+                self.do(self.store.update_message(tenant, sid, new))
+            return
         m.content, m.status = text, status
         self.do(self.store.update_message(tenant, sid, copy.deepcopy(m)))
         self.touched(sid)

@@ -57,14 +57,60 @@ async def test_it_is_known_that_the_store_is_back_though_nobody_asks() -> None:
     await store.close()
 
 
+class Gone(MemoryStore):
+    """Does not answer at all."""
+
+    asked = 0
+    away = True
+
+    async def ping(self) -> None:
+        self.asked += 1
+        if self.away:
+            raise StoreError("away", away=True)
+
+    async def get(self, tenant: str, session_id: str) -> Session | None:
+        await self.ping()
+        return await super().get(tenant, session_id)
+
+
+async def test_rd_03_a_store_that_is_away_is_not_asked_in_vain() -> None:
+    """Session routes answer at once then, however long the store would let them wait, and again when it is back."""
+    failures: list[None] = []
+    behind = Gone(60)
+    store = WatchedStore(behind, lambda: failures.append(None), ping_away=3600)
+    await store.open()
+    for _ in range(20):
+        with pytest.raises(StoreError) as refused:
+            await store.get("", "s")
+        assert refused.value.away
+    assert behind.asked == 1 and len(failures) == 20
+    behind.away = False
+    await store.ping()  # as it does by itself
+    assert await store.get("", "s") is None and store.answers
+    await store.close()
+
+
+async def test_rd_03_a_refusal_does_not_count_as_away() -> None:
+    """A Redis that is full refuses writes and still reads."""
+    behind = Flaky(60)
+    store = WatchedStore(behind, lambda: None, ping_away=3600)
+    await store.open()
+    behind.away = True
+    with pytest.raises(StoreError):
+        await store.get("", "s")
+    behind.away = False
+    assert await store.get("", "s") is None
+    await store.close()
+
+
 async def test_every_operation_goes_through() -> None:
     store = WatchedStore(MemoryStore(60), lambda: None)
     await store.open()
     now = asyncio.get_running_loop().time()
     await store.create(Session("s", "t", "a", "", now, now))
     await store.append("t", "s", [Message("m", None, "assistant", "x", status="running")])
+    await store.update_message("t", "s", Message("m", None, "assistant", "y", status="running"))
     assert await store.interrupt_running() == 1
-    await store.update_message("t", "s", Message("m", None, "assistant", "y"))
     assert (await store.patch("t", "s", title="b", system=None)) is not None
     session = await store.get("t", "s")
     assert session is not None and session.title == "b" and session.messages[0].content == "y"
