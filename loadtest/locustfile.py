@@ -4,7 +4,8 @@
     locust -f loadtest/locustfile.py --headless -u 8 -r 4 -t 60s --html report.html      # the same by hand
     locust -f loadtest/locustfile.py                                                     # with Locust's own page
 
-The target is http://127.0.0.1:8000 unless ``--host`` says otherwise; only ever point it at a server of your own.
+The target is http://127.0.0.1:8000 unless ``--host`` says otherwise; only ever point it at a server of your own. The
+variable ``CHATSVC_API_KEY`` has the key of a server that wants one.
 Beside Locust's own line for each request (its time is that of the whole answer) there are, under the type ``stream``:
 
 ``TTFT``
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import time
 from argparse import ArgumentParser
@@ -139,6 +141,8 @@ class ChatUser(HttpUser):
 
     def on_start(self) -> None:
         """Find out what the server serves."""
+        if key := os.environ.get("CHATSVC_API_KEY"):
+            self.client.headers["Authorization"] = f"Bearer {key}"
         with self.client.get("/v1/models", catch_response=True) as response:
             models = response.json()["data"] if response.ok else []
             if not models:

@@ -96,6 +96,7 @@ def own_server(model: str) -> Iterator[str]:
     """
     program = "from chatsvc.cli.main import main; main()"
     flags = ["serve", "--model", model, "--host", "127.0.0.1", "--port", "0", "--session-store", "memory://"]
+    flags += ["--api-key-file", ""]  # it is ours alone, whatever the variables say
     # A terminated parent must still end its child.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryFile("w+") as log:

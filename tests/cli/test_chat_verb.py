@@ -87,7 +87,8 @@ def test_conversation_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_in_process_loads_a_model_and_says_why_it_cannot() -> None:
+def test_in_process_loads_a_model_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHATSVC_API_KEY_FILE", "/nowhere/keys.toml")  # of another server
     with own_server("smollm2-135m") as url:
         client = httpx.Client(trust_env=False)
         feed = iter(["Say hi."])

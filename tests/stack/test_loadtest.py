@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -68,7 +69,7 @@ def app(kinds: list[Any], seen: list[dict[str, Any]]) -> web.Application:
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        seen.append(await request.json())
+        seen.append({**await request.json(), "authorization": request.headers.get("Authorization")})
         kind = kinds.pop(0) if kinds else good
         if isinstance(kind, int):
             return web.json_response({"error": {"message": "no"}}, status=kind, headers={"Retry-After": "0"})
@@ -100,7 +101,7 @@ async def run(kinds: list[Any], tmp_path: Path, seconds: int = 4) -> tuple[dict[
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "-u", "1", "-r", "1", "-t", f"{seconds}s",
         "--host", f"http://127.0.0.1:{port}", "--html", str(html), "--json", "--stop-timeout", "5", "--turns", "2",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env={**os.environ, "CHATSVC_API_KEY": "sk-load"},
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), 60)
     await runner.cleanup()
@@ -131,6 +132,7 @@ async def test_what_is_measured_is_what_happened(tmp_path: Path) -> None:
     assert whole["min_response_time"] >= (FIRST + 3 * GAP) * 1000 - 5  # the whole answer, not its headers
     assert ttft["min_response_time"] < whole["min_response_time"] - 2 * GAP * 1000
     assert all(r["model"] == "fake" and r["stream"] and r["stream_options"] == {"include_usage": True} for r in seen)
+    assert {r["authorization"] for r in seen} == {"Bearer sk-load"} and "sk-load" not in printed
     lengths = [len(r["messages"]) for r in seen]
     assert lengths[:3] == [2, 4, 2][: len(lengths)]  # turns of one conversation, then a new one
     assert "64% of them cached" in printed and f"{16 * count} generated" in printed
