@@ -46,6 +46,10 @@ class Serve:
     def text(self) -> str:
         return self.out.read_text()
 
+    def children(self) -> list[int]:
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in listed.split()]
+
     def until(self, pattern: str) -> re.Match[str]:
         end = time.monotonic() + 60
         while not (found := re.search(pattern, self.text)):
@@ -83,10 +87,15 @@ def ask(sock: socket.socket, path: str, body: object) -> None:
     sock.sendall(head.encode() + raw)
 
 
-def test_a_first_signal_waits_for_answers_and_not_for_half_a_body(tmp_path: Path, started: list[Serve]) -> None:
-    server = Serve(tmp_path, "", "--simulated-step-ms", "20")
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_first_signal_waits_for_answers_and_not_for_half_a_body(
+    tmp_path: Path, started: list[Serve], engine: str
+) -> None:
+    server = Serve(tmp_path, "", "--simulated-step-ms", "20", "--engine", engine)
     started.append(server)
     with server.connect() as stream, server.connect() as half, server.connect():
+        children = server.children()
+        assert len(children) == (engine == "process")
         ask(stream, "/v1/completions", {"prompt": "hi", "max_tokens": 60, "ignore_eos": True, "stream": True})
         assert stream.recv(300).startswith(b"HTTP/1.1 200")
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{")
@@ -101,10 +110,14 @@ def test_a_first_signal_waits_for_answers_and_not_for_half_a_body(tmp_path: Path
     assert server.process.wait(30) == 0
     assert "Traceback" not in server.text and "ERROR" not in server.text, server.text
     assert "server process" not in server.text and "ended" in server.text
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
-def test_a_second_signal_ends_at_once_and_keeps_what_was_said(tmp_path: Path, started: list[Serve]) -> None:
-    server = Serve(tmp_path, "", "--simulated-step-ms", "50", "--drain-timeout", "600")
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_second_signal_ends_at_once_and_keeps_what_was_said(
+    tmp_path: Path, started: list[Serve], engine: str
+) -> None:
+    server = Serve(tmp_path, "", "--simulated-step-ms", "50", "--drain-timeout", "600", "--engine", engine)
     started.append(server)
     with server.connect() as stream, server.connect() as half:
         url = f"http://127.0.0.1:{stream.getpeername()[1]}/v1/sessions"

@@ -196,11 +196,28 @@ def test_sh04_sigterm_lets_streams_finish_and_refuses_new_ones(tmp_path: Path) -
     server.out.close()
 
 
-def test_me01_what_cannot_fit_is_refused_at_start_with_the_numbers(tmp_path: Path) -> None:
-    server = Served(tmp_path, num_kv_blocks=10, max_model_len=2048)
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_me01_what_cannot_fit_is_refused_at_start_with_the_numbers(tmp_path: Path, engine: str) -> None:
+    server = Served(tmp_path, num_kv_blocks=10, max_model_len=2048, engine=engine)
     assert server.process.wait(120) == 1
     assert "128 blocks" in server.text and "has 10" in server.text and "Traceback" not in server.text
     server.out.close()
+
+
+def test_an_engine_in_a_process_of_its_own_gives_the_same_answers(server: Served, tmp_path: Path) -> None:
+    """Streamed and not, and the same numbers afterwards; the process that serves the sockets has no torch in it."""
+    other = Served(tmp_path, engine="process").wait()
+    try:
+        for payload in (body("Name three colours.", max_tokens=40), body("Hi", n=2, temperature=1.0, seed=3)):
+            url = "/v1/chat/completions"
+            here, there = (httpx.post(s.url + url, json=payload, timeout=60).json() for s in (server, other))
+            assert here["choices"] == there["choices"]
+            streamed = httpx.post(other.url + url, json={**payload, "stream": True}, timeout=60).text
+            assert streamed.endswith("data: [DONE]\n\n")
+        assert other.idle()["generation_tokens_total"] > 40
+        assert "libtorch" not in Path(f"/proc/{other.process.pid}/maps").read_text()
+    finally:
+        assert other.stop() == 0, other.text
 
 
 def test_a_pool_of_ten_blocks_serves_and_refuses_what_never_fits(tmp_path: Path) -> None:
