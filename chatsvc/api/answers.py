@@ -80,7 +80,7 @@ class Answer:
             EngineError, Overloaded: a choice failed; Overloaded when the server, not the choice, was the reason.
         """
         try:
-            if await self._wait(request):
+            if await until_ended(request, self.generations):
                 logs = self._logs()
                 tokens = sum(len(choice.tokens) for choice in logs)
                 detailed = any(choice.tokens and choice.tokens[0].logprob is not None for choice in logs)
@@ -101,25 +101,6 @@ class Answer:
                     raise failure(choice)
         return [choice for generation in self.generations for choice in best(generation.logs, self.n)]
 
-    async def _wait(self, request: Request) -> bool:
-        """Until all generations ended (True) or the client has left (False)."""
-        done = asyncio.create_task(self._all_ended())
-        gone = asyncio.create_task(client_gone(request))
-        try:
-            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if done.done():
-                done.result()
-                return True
-            return False
-        finally:
-            gone.cancel()
-            done.cancel()
-            await asyncio.gather(gone, done, return_exceptions=True)
-
-    async def _all_ended(self) -> None:
-        for generation in self.generations:
-            await generation.wait()
-
     def close(self) -> None:
         """Stop what still runs and write down what happened. Idempotent."""
         for generation in self.generations:
@@ -130,22 +111,39 @@ class Answer:
 
     def _note(self) -> None:
         counts = usage(self.generations)
-        timings = self.generations[0].timings
         fields = self.info.fields
         fields["prompt_tokens"] = counts["prompt_tokens"]
         fields["cached_tokens"] = counts["prompt_tokens_details"]["cached_tokens"]
         fields["completion_tokens"] = counts["completion_tokens"]
         fields["finish"] = [choice.finish_reason for g in self.generations for choice in g.logs]
-        if timings.scheduled is not None:
-            fields["queue_seconds"] = round(timings.scheduled - timings.arrival, 4)
-        if timings.first_token is not None:
-            fields["first_token_seconds"] = round(timings.first_token - timings.arrival, 4)
+        fields.update({name: value for name, value in counts["timings"].items() if value is not None})
 
 
 def failure(choice: OutputLog) -> ChatsvcError:
     """Why a choice failed, as the exception that has the right HTTP status."""
     message = choice.error or "The generation failed"
     return Overloaded(message, retry_after=5, status=503) if choice.error_status == 503 else EngineError(message)
+
+
+async def until_ended(request: Request, generations: Sequence[Generation]) -> bool:
+    """Until all generations ended (True) or the client has left (False)."""
+
+    async def all_ended() -> None:
+        for generation in generations:
+            await generation.wait()
+
+    done = asyncio.create_task(all_ended())
+    gone = asyncio.create_task(client_gone(request))
+    try:
+        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            done.result()
+            return True
+        return False
+    finally:
+        gone.cancel()
+        done.cancel()
+        await asyncio.gather(gone, done, return_exceptions=True)
 
 
 async def client_gone(request: Request) -> None:

@@ -15,10 +15,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from chatsvc.api import admin, chat, completions, openapi, sessions, tokens
+from chatsvc.api import admin, chat, completions, openapi, responses, sessions, tokens
 from chatsvc.api.door import Door
 from chatsvc.api.errors import on_exception, on_http_exception
 from chatsvc.api.middleware import RequestMiddleware, request_info
+from chatsvc.api.openapi_responses import RESPONSE_OPERATIONS
 from chatsvc.api.openapi_sessions import SESSION_OPERATIONS
 from chatsvc.api.services import ApiSettings, Services
 from chatsvc.api.turns import Turns
@@ -64,7 +65,9 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
         extra_routes: matched before the chat page.
     """
     _ = services.longest_token  # looks at the whole vocabulary: now, and not inside the first request
-    operations = openapi.OPERATIONS if services.store is None else (*openapi.OPERATIONS, *SESSION_OPERATIONS)
+    operations = [*openapi.OPERATIONS, *RESPONSE_OPERATIONS, *(SESSION_OPERATIONS if services.store else ())]
+    if turns is None and services.store is not None:
+        turns = Turns(services, services.store)
     routes: list[BaseRoute] = [
         *chat.routes(services),
         *completions.routes(services),
@@ -72,6 +75,7 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
         *admin.routes(services),
         openapi.route(operations),
         *sessions.routes(services, turns),
+        *responses.routes(services, turns),
         *extra_routes,
         *page_routes(),
     ]

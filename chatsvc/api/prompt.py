@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chatsvc.api.schema import ChatMessage, ContentPart
@@ -46,12 +47,16 @@ def render(
     add_generation_prompt: bool,
     continue_final_message: bool,
     tools: ToolUse | None = None,
+    assistant_ids: Mapping[int, Sequence[int]] | None = None,
 ) -> list[int]:
     """Prompt token ids of a conversation, and proof that the template did not drop a part of it without a word.
 
     Tools and calls are written by the template when it knows them, else by :mod:`chatsvc.text.toolprompt`. Many
     templates print no names. So what carries them is rendered once more without: equal ids mean they were dropped, and
     the model would answer to a conversation it never saw.
+
+    Args:
+        assistant_ids: index of an answer -> the ids it was generated as, to be taken over as they are.
 
     Raises:
         InvalidRequest: the template refuses the messages, or does not show a field of theirs (``param`` names it).
@@ -64,16 +69,20 @@ def render(
             tools=shown,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            assistant_ids=ids_at,
         )
 
     shown = None
+    ids_at = dict(assistant_ids or {})
     if template.knows_tools:
         messages = with_arguments_as_objects(messages)
         shown = tools.shown if tools else None
     else:
         messages = with_calls_as_text(messages)
         if tools:
-            messages = with_tools(messages, tools.shown)
+            told = with_tools(messages, tools.shown)
+            ids_at = {i + len(told) - len(messages): ids for i, ids in ids_at.items()}
+            messages = told
     ids = encode(messages)
     for key in ("tool_calls", "name"):
         # A tool's result may repeat the tool's name; the call before it has said it already.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,32 @@ from chatsvc.text.toolparser import CLOSE, ToolCallParser
 from chatsvc.text.toolprompt import forced_start
 
 Mode = Literal["none", "auto", "required"]
+
+
+def new_call_id() -> str:
+    """``call_...``, unique."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallReading:
+    """How an answer to a request with tools is read.
+
+    Attributes:
+        start: what the answer began with before the first generated token.
+        names: of the functions. A call of another one is text.
+        max_calls: None without a limit.
+    """
+
+    start: str
+    names: frozenset[str]
+    max_calls: int | None
+
+    def parser(self, *, eager: bool, new_id: Callable[[], str] = new_call_id) -> ToolCallParser:
+        """For one choice, with ``start`` in it."""
+        parser = ToolCallParser(new_id, eager=eager, names=self.names, max_calls=self.max_calls)
+        parser.push(self.start)
+        return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +70,6 @@ class ToolUse:
         """How the answer is read."""
         names = frozenset(tool["function"]["name"] for tool in self.shown)
         return CallReading(self.start(native=native), names, self.max_calls)
-
-
-@dataclass(frozen=True, slots=True)
-class CallReading:
-    """How an answer to a request with tools is read.
-
-    Attributes:
-        start: what the answer began with before the first generated token.
-        names: of the functions. A call of another one is text.
-        max_calls: None without a limit.
-    """
-
-    start: str
-    names: frozenset[str]
-    max_calls: int | None
-
-    def parser(self, *, eager: bool) -> ToolCallParser:
-        """For one choice, with ``start`` in it."""
-        parser = ToolCallParser(new_call_id, eager=eager, names=self.names, max_calls=self.max_calls)
-        parser.push(self.start)
-        return parser
-
-
-def new_call_id() -> str:
-    """``call_...``, unique."""
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def tool_use(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:

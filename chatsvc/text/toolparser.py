@@ -68,7 +68,7 @@ class ToolCallParser:
     Args:
         new_id: makes the id of a call.
         eager: hand on a call's arguments while they come. A call that turns out to be broken then stays what was handed
-            on, and its rest is text. Otherwise a call comes when it is complete, and a broken one is text as a whole.
+            on, and its rest is text, wherever the output was cut. Otherwise a call comes when it is complete, and a broken one is text as a whole.
         names: of the functions there are; None: any name will do.
         max_calls: calls after so many are dropped; None: no limit.
     """
@@ -236,6 +236,7 @@ class ToolCallParser:
             self._send_arguments(complete=True)
             self._next_object()
             return
+        self._send_arguments()
         if self._sent and self._arguments_at is not None:  # what was handed on cannot be taken back
             self.calls += 1
             self._held = self._object[self._arguments_at + self._sent :]

@@ -17,6 +17,7 @@ from wire import CHAT, Connection, events
 from chatsvc.api import openapi
 from chatsvc.api.answers_schema import KVSnapshot, ModelCard, ModelList
 from chatsvc.api.app import create_app
+from chatsvc.api.openapi_responses import RESPONSE_OPERATIONS
 from chatsvc.api.openapi_sessions import SESSION_OPERATIONS, SessionCard, SessionDeleted, SessionList
 from chatsvc.sessions.memory import MemoryStore
 
@@ -93,7 +94,7 @@ def test_UI_01_the_page_and_its_headers(http: httpx.Client) -> None:
 @pytest.mark.parametrize("store", [None, MemoryStore(60.0)], ids=["plain", "sessions"])
 def test_openapi_names_every_route_and_no_other(server: Server, store: MemoryStore | None) -> None:
     services = dataclasses.replace(server.services, store=store)
-    operations = openapi.OPERATIONS if store is None else (*openapi.OPERATIONS, *SESSION_OPERATIONS)
+    operations = [*openapi.OPERATIONS, *RESPONSE_OPERATIONS, *(() if store is None else SESSION_OPERATIONS)]
     document = openapi.document(operations)
     described = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
     offered = {

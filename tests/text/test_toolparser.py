@@ -140,8 +140,7 @@ def test_any_output_cut_anywhere(output: str, data: st.DataObject, eager: bool) 
     cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
     pieces = [output[a:b] for a, b in zip([0, *cuts], [*cuts, len(output)])]
     whole, cut = parse(output, eager=eager), parse(pieces, eager=eager)
-    if not eager:
-        assert cut.plain == whole.plain
+    assert cut.plain == whole.plain
     for _, name, arguments in parse(output).calls:
         assert name in "fg" and isinstance(json.loads(arguments), dict)
     if "<tool_call>" not in output:

@@ -1,0 +1,401 @@
+"""``/v1/responses``: OpenAI's Responses, on top of sessions.
+
+A response is a turn: its input is a user's message of a session, its output the answer. Both remember what a session's
+messages do not know (the items, the settings) in ``Message.extra``. The id of a response names its session and its
+answer, so nothing else is kept. ``previous_response_id`` goes on with that session at that answer; while another answer
+of the session is being written, on a copy of the branch. With ``store: false``, or without sessions, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from chatsvc.api.answers import CLIENT_GONE, failure, until_ended
+from chatsvc.api.body import read_model
+from chatsvc.api.chat import check_model, require_ready
+from chatsvc.api.frames import usage
+from chatsvc.api.middleware import RequestInfo, request_info
+from chatsvc.api.prompt import render
+from chatsvc.api.responses_input import (
+    check_outputs,
+    input_messages,
+    response_tools,
+    shown_text,
+    with_instructions,
+)
+from chatsvc.api.responses_object import History, Settings, history, response_of
+from chatsvc.api.responses_run import Run, run_events
+from chatsvc.api.responses_schema import RESPONSES_NEUTRAL, ResponseRequest
+from chatsvc.api.sampling import refuse_hopeless, room_for, sampling_params
+from chatsvc.api.services import Services
+from chatsvc.api.sse import EventStream
+from chatsvc.api.tools import ToolUse
+from chatsvc.api.turn import Key, Turn
+from chatsvc.api.turns import Turns
+from chatsvc.api.unsupported import refuse_unsupported
+from chatsvc.engine.output import Generation
+from chatsvc.errors import Conflict, InvalidRequest, NotFound, StoreError
+from chatsvc.scheduler.params import SamplingParams
+from chatsvc.sessions.base import Message, Session, SessionStore, TurnRunning
+from chatsvc.sessions.codec import new_id
+
+_ID = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{32})")
+TITLE = 60  # characters
+
+
+class Responses:
+    """The handlers."""
+
+    def __init__(self, services: Services, store: SessionStore | None, turns: Turns | None) -> None:
+        self._services = services
+        self._store = store
+        self._turns = turns
+
+    async def create(self, request: Request) -> Response:
+        require_ready(self._services)
+        body = await read_model(request, self._services, ResponseRequest)
+        self._check(body)
+        tools = response_tools(body)
+        new = input_messages(body.input)
+        info = request_info(request)
+        before = await self._before(info.tenant, body.previous_response_id)
+        run = await self._start(body, info, tools, new, before)
+        if body.background and run.turn is not None:
+            self._hold(run.turn)
+        if body.stream:
+            return self._stream(run, -1, leaves_running=bool(body.background))
+        if body.background:
+            return JSONResponse(run.now())
+        return await self._whole(request, run)
+
+    async def read(self, request: Request) -> Response:
+        key, message = await self._find(request)
+        streamed = _flag(request, "stream")
+        after = request.query_params.get("starting_after")
+        if "include" in request.query_params or "include[]" in request.query_params:
+            raise InvalidRequest("include: this is not supported here", param="include", code="unsupported_parameter")
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10 and streamed):
+            raise InvalidRequest("starting_after: a number, only together with stream=true", param="starting_after")
+        turn = None if self._turns is None else self._turns.running(key)
+        if turn is None or turn.id != message.id or self._turns is None:
+            if streamed:
+                raise InvalidRequest("stream: this response is not being made by this process now", param="stream")
+            return JSONResponse(response_of(key[1], message))
+        message = self._turns.message(turn)
+        if not streamed:
+            return JSONResponse(response_of(key[1], message))
+        run = Run(Settings.of(key[1], message), turn.generation, request_info(request), turn)
+        return self._stream(run, -1 if after is None else int(after), leaves_running=True)
+
+    async def cancel(self, request: Request) -> Response:
+        key, message = await self._find(request)
+        if not Settings.of(key[1], message).fields["background"]:
+            raise InvalidRequest(
+                "Only responses with background=true can be cancelled; of another one, leave the stream"
+            )
+        if message.status == "running" and self._turns is not None:
+            async with self._turns.lock(key):
+                _, message = await self._find(request)
+                if message.status == "running":
+                    await self._turns.cancel(key)
+            _, message = await self._find(request)
+        return JSONResponse(response_of(key[1], message))
+
+    # -- a new response ----------------------------------------------------------------------------------------
+
+    def _check(self, body: ResponseRequest) -> None:
+        check_model(body.model, self._services)
+        refuse_unsupported(body.model_extra, RESPONSES_NEUTRAL)
+        if body.n not in (None, 1):
+            raise InvalidRequest("n: a response has one answer", param="n")
+        if body.max_tokens is not None:
+            raise InvalidRequest("max_tokens: the name is max_output_tokens here", param="max_tokens")
+        if self._store is None and (body.store or body.background or body.previous_response_id):
+            name = "store" if body.store else "background" if body.background else "previous_response_id"
+            raise InvalidRequest(f"{name}: this server keeps no sessions", param=name, code="unsupported_parameter")
+        if body.background and body.store is False:
+            raise InvalidRequest("background: needs store=true", param="background")
+        if self._services.template is None:
+            raise InvalidRequest(
+                "This model has no chat template; use /v1/completions", param="input", code="no_chat_template"
+            )
+
+    async def _before(self, tenant: str, previous: str | None) -> tuple[Session, History] | None:
+        """The session that is gone on with, and the branch."""
+        if previous is None or self._store is None:
+            return None
+        ids = _ID.fullmatch(previous)
+        session = await self._store.get(tenant, f"sess_{ids[1]}") if ids else None
+        told = history(session, f"msg_{ids[2]}") if session is not None and ids is not None else None
+        if session is None or told is None:
+            raise InvalidRequest(
+                f"previous_response_id: there is no response {previous[:80]!r}",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if told.path[-1].status == "running":
+            raise Conflict("previous_response_id: this response is still being made", param="previous_response_id")
+        return session, told
+
+    async def _start(
+        self,
+        body: ResponseRequest,
+        info: RequestInfo,
+        tools: ToolUse | None,
+        new: list[dict[str, Any]],
+        before: tuple[Session, History] | None,
+    ) -> Run:
+        services = self._services
+        told = before[1] if before else History([], [], {})
+        check_outputs([*told.chat, *new])
+        ids = await self._prompt(body.instructions, told, new, tools)
+        params = sampling_params(
+            body,
+            max_tokens=room_for(
+                len(ids),
+                body.max_output_tokens,
+                services.engine.limit,
+                prompt_param="input",
+                max_param="max_output_tokens",
+            ),
+            logprobs=None,
+            vocab_size=services.engine.capacity.vocab_size,
+            max_n=services.settings.max_n,
+            seed=services.seeds.of(body.seed),
+            more_stops=tools.stop if tools else (),
+        )
+
+        def begin(request_id: str) -> Generation:
+            info.fields["id"] = request_id
+            return services.desk.generate(
+                info,
+                request_id=request_id,
+                prompt_token_ids=ids,
+                params=params,
+                cache_salt=body.cache_salt or "",
+                priority=body.priority or 0,
+            )
+
+        keep = self._store is not None and body.store is not False
+        settings = self._settings(body, params, tools, keep)
+        if not keep or self._turns is None:
+            hexid = uuid.uuid4().hex
+            settings = replace(settings, id=f"resp_{uuid.uuid4().hex}{hexid}", hexid=hexid)
+            return Run(settings, begin(settings.id), info)
+        return await self._stored(settings, info, new, before, begin)
+
+    async def _stored(
+        self,
+        settings: Settings,
+        info: RequestInfo,
+        new: list[dict[str, Any]],
+        before: tuple[Session, History] | None,
+        begin: Any,
+    ) -> Run:
+        assert self._turns is not None
+        if before is not None:
+            session, told = before
+            key = (session.tenant, session.id)
+            with suppress(TurnRunning):  # another branch is being answered: go on below with a copy
+                async with self._turns.lock(key):
+                    if not any(m.status == "running" for m in session.messages) and not self._turns.running(key):
+                        return await self._accept(settings, info, key, told.path[-1].id, new, begin)
+        session = self._new_session(settings, info.tenant, new, before)
+        key = (session.tenant, session.id)
+        assert self._store is not None
+        await self._store.create(session)
+        parent = session.messages[-1].id if session.messages else None
+        try:
+            async with self._turns.lock(key):
+                return await self._accept(settings, info, key, parent, new, begin)
+        except BaseException:
+            with suppress(NotFound, StoreError):
+                await self._store.delete(*key)
+            raise
+
+    async def _accept(
+        self, settings: Settings, info: RequestInfo, key: Key, parent: str | None, new: list[dict[str, Any]], begin: Any
+    ) -> Run:
+        assert self._turns is not None
+        now = time.time()
+        user = Message(new_id("msg"), parent, "user", shown_text(new), created_at=now, extra={"items": new})
+        answer = Message(new_id("msg"), user.id, "assistant", "", "running", created_at=now)
+        settings = settings.named(key[1], answer.id)
+        answer.extra = settings.extra()
+        turn = await self._turns.start(key, [user, answer], begin)
+        return Run(settings, turn.generation, info, turn)
+
+    def _new_session(
+        self, settings: Settings, tenant: str, new: list[dict[str, Any]], before: tuple[Session, History] | None
+    ) -> Session:
+        now = time.time()
+        system = settings.fields["instructions"] or ""
+        title = " ".join(shown_text(new).split())[:TITLE]
+        copies: list[Message] = []
+        if before is not None:
+            title, system = before[0].title, before[0].system
+            for message in before[1].path:
+                copies.append(replace(message, id=new_id("msg"), parent_id=copies[-1].id if copies else None))
+        return Session(new_id("sess"), tenant, title, system, now, now, copies)
+
+    def _settings(self, body: ResponseRequest, params: SamplingParams, tools: ToolUse | None, keep: bool) -> Settings:
+        template = self._services.template
+        fields = {
+            "instructions": body.instructions,
+            "model": self._services.model_name,
+            "max_output_tokens": body.max_output_tokens,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "temperature": params.temperature,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else _dumped(body.tool_choice, "auto"),
+            "tools": [
+                {
+                    "type": "function",
+                    "name": t.name,
+                    "description": t.description,
+                    "parameters": t.parameters,
+                    "strict": False,
+                }
+                for t in body.tools or ()
+            ],
+            "store": keep,
+            "background": bool(body.background),
+            "metadata": body.metadata or {},
+        }
+        calls = None if tools is None or template is None else tools.reading(native=template.knows_tools)
+        return Settings("", "", int(time.time()), fields, calls)
+
+    async def _prompt(
+        self, instructions: str | None, told: History, new: list[dict[str, Any]], tools: ToolUse | None
+    ) -> list[int]:
+        services = self._services
+        assert services.template is not None
+        chat = with_instructions(instructions, [*told.shown, *new])
+        shift = len(chat) - len(told.shown) - len(new)
+        characters = sum(len(m["content"].strip()) for m in chat)
+        least = characters + services.longest_token * len(chat)
+        refuse_hopeless(least, services.longest_token, services.engine.limit, "input")
+        try:
+            return await services.offload(
+                characters + 100 * len(chat) + (len(str(tools.shown)) if tools else 0),
+                render,
+                services.template,
+                chat,
+                services.tokenizer,
+                add_generation_prompt=True,
+                continue_final_message=False,
+                tools=tools,
+                assistant_ids={i + shift: ids for i, ids in told.ids.items()},
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param="input", code=error.code) from None
+
+    # -- its answer --------------------------------------------------------------------------------------------
+
+    async def _whole(self, request: Request, run: Run) -> Response:
+        if run.turn is not None and self._turns is not None:
+            self._turns.attach(run.turn)
+        try:
+            if not await until_ended(request, [run.generation]):
+                run.info.fields["outcome"] = "client_gone"
+                return Response(status_code=CLIENT_GONE)
+            log = run.generation.logs[0]
+            if log.finish_reason == "error":
+                raise failure(log)
+            await self._stored_end(run)
+            return JSONResponse(run.now())
+        finally:
+            self._left(run, leaves_running=False)
+
+    def _stream(self, run: Run, after: int, *, leaves_running: bool) -> Response:
+        if run.turn is not None and self._turns is not None:
+            self._turns.attach(run.turn)
+        settings = self._services.settings
+        return EventStream(
+            run_events(run, after, self._stored_end),
+            ping=settings.ping_interval,
+            send_timeout=settings.send_timeout,
+            on_close=lambda: self._left(run, leaves_running=leaves_running),
+        )
+
+    async def _stored_end(self, run: Run) -> None:
+        """Raises: StoreError."""
+        if run.turn is not None and self._turns is not None:
+            await self._turns.stored(run.turn)
+
+    def _hold(self, turn: Turn) -> None:
+        """A response in the background needs no reader to go on: it counts as one itself."""
+        turns = self._turns
+        assert turns is not None
+        turns.attach(turn)
+
+        def look() -> None:
+            if turn.generation.finished:
+                turn.generation.unwatch(look)
+                turns.detach(turn)
+
+        turn.generation.watch(look)
+        look()
+
+    def _left(self, run: Run, *, leaves_running: bool) -> None:
+        """A reader is gone. One who asked for an answer at once takes the generation with it."""
+        if not leaves_running and not run.generation.finished:
+            run.info.fields.setdefault("outcome", "client_gone")
+            if run.turn is None:
+                run.generation.cancel()
+            else:
+                run.turn.end("cancelled")
+        counts = usage([run.generation])
+        run.info.fields |= {
+            "response": run.settings.id,
+            "prompt_tokens": counts["prompt_tokens"],
+            "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": counts["completion_tokens"],
+            "finish": [run.generation.logs[0].finish_reason],
+        }
+        if run.turn is not None and self._turns is not None:
+            self._turns.detach(run.turn)
+
+    async def _find(self, request: Request) -> tuple[Key, Message]:
+        """Raises: NotFound."""
+        asked = request.path_params["id"]
+        ids = _ID.fullmatch(asked)
+        tenant = request_info(request).tenant
+        if ids is not None and self._store is not None:
+            session = await self._store.get(tenant, f"sess_{ids[1]}")
+            for message in session.messages if session is not None else ():
+                if message.id == f"msg_{ids[2]}" and Settings.known(message):
+                    return (tenant, f"sess_{ids[1]}"), message
+        raise NotFound(f"There is no response {asked[:80]!r}", param="id", code="response_not_found")
+
+
+def _dumped(choice: Any, default: str) -> Any:
+    return default if choice is None else choice.model_dump(include={"type", "name"})
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false")
+    if value not in ("true", "false"):
+        raise InvalidRequest(f"{name}: true or false", param=name)
+    return value == "true"
+
+
+def routes(services: Services, turns: Turns | None) -> list[Route]:
+    """The routes of this module."""
+    api = Responses(services, services.store, turns)
+    one = "/v1/responses/{id}"
+    return [
+        Route("/v1/responses", api.create, methods=["POST"]),
+        Route(one, api.read, methods=["GET"]),
+        Route(f"{one}/cancel", api.cancel, methods=["POST"]),
+    ]
