@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import click
@@ -35,6 +37,7 @@ from chatsvc.sessions.watched import WatchedStore
 log = logging.getLogger("chatsvc")
 
 CLOSE_AT_ONCE = 2.0  # seconds for each part
+STORE_AT_LEAST = 3.0  # seconds, for the last texts when nothing of the drain time is left
 ENGINE_THREADS = ("chatsvc-engine", "chatsvc-sim")
 
 
@@ -110,6 +113,7 @@ class Server:
         self._signals = 0
         self._status = 0
         self._engine_stopped = False
+        self._drain_ends = 0.0  # monotonic seconds
         self._tasks: list[asyncio.Task[None]] = []
         self._loading: asyncio.Task[None] | None = None
 
@@ -140,7 +144,7 @@ class Server:
         app = create_app(services, turns=turns)
         uv = _Uvicorn(server_config(app, host=config.host, port=config.port, grace=5))
         for sig in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(sig, self._on_signal, sig, uv, built, services)
+            loop.add_signal_handler(sig, self._on_signal, sig, uv, built, services, turns)
         url = f"http://{config.host}:{sock.getsockname()[1]}/"
         try:
             await self._open(store)
@@ -220,7 +224,7 @@ class Server:
         self.at_once.set()
 
     def _on_signal(
-        self, sig: signal.Signals, uv: uvicorn.Server, built: Built[ServedEngine], services: Services
+        self, sig: signal.Signals, uv: uvicorn.Server, built: Built[ServedEngine], services: Services, turns: Turns
     ) -> None:
         if self._loading is None or not self._loading.done():
             self._on_signal_early(sig)
@@ -234,26 +238,31 @@ class Server:
         log.info("%s: draining; running answers may take up to %g s more", sig.name, self.config.drain_timeout)
         built.engine.begin_drain()
         services.uploads.close()
-        self._tasks.append(asyncio.create_task(self._finish(uv, built)))
+        self._drain_ends = time.monotonic() + self.config.drain_timeout
+        self._tasks.append(asyncio.create_task(self._finish(uv, built, turns)))
 
-    async def _finish(self, uv: uvicorn.Server, built: Built[ServedEngine]) -> None:
+    async def _finish(self, uv: uvicorn.Server, built: Built[ServedEngine], turns: Turns) -> None:
         done = await built.engine.drained(self.config.drain_timeout)
         if not done:
             log.warning("%d answers were still running and are ended", built.engine.num_requests)
         await built.engine.stop()
         self._engine_stopped = True
+        turns.let_go()
         uv.should_exit = True
 
     async def _close(self, built: Built[ServedEngine], turns: Turns, store: SessionStore) -> None:
-        closings = [turns.close, store.close]
+        # Texts that a store which is away does not take are tried again for as long as answers may be waited for.
+        patience = max(STORE_AT_LEAST, self._drain_ends - time.monotonic())
+        closings: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(turns.close, patience), store.close]
         if not self._engine_stopped:
             closings.insert(0, built.engine.stop)
         for closing in closings:
             task = asyncio.create_task(closing())
             # At once: an engine that hangs gets a second, the texts of sessions a little longer to be stored.
-            await asyncio.wait({task}, timeout=CLOSE_AT_ONCE if self.at_once.is_set() else None)
-            if task.done():
-                task.result()
+            if not await self._unless_at_once(task):
+                await asyncio.wait({task}, timeout=CLOSE_AT_ONCE)
+                if task.done():
+                    task.result()
         log.info("ended")
 
 
