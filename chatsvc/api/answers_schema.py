@@ -40,6 +40,18 @@ class PromptDetails(Shape):
     cached_tokens: int = Field(ge=0)
 
 
+class Timings(Shape):
+    """Seconds; null for what did not happen. ``first_token_seconds`` is queue and prefill; ``tokens_per_second`` counts
+    the tokens after the first of each choice."""
+
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    first_token_seconds: float | None
+    decode_seconds: float | None
+    total_seconds: float | None
+    tokens_per_second: float | None
+
+
 class Usage(Shape):
     """``completion_tokens`` counts every generated token, the one that ended the answer too."""
 
@@ -47,6 +59,7 @@ class Usage(Shape):
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=0)
     prompt_tokens_details: PromptDetails
+    timings: Timings | None = None
 
 
 class Alternative(Shape):

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from chatsvc.api.errors import describe, error_body
 from chatsvc.api.logprobs import CompletionLogprobs, TokenNames, chat_content
+from chatsvc.api.timings import timings
 from chatsvc.api.tools import CallReading
 from chatsvc.engine.output import Delta, FinishReason, Generation, OutputLog
 from chatsvc.scheduler.plan import SampledToken
@@ -63,7 +64,10 @@ def exception_event(exc: Exception) -> bytes:
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, Any]:
-    """OpenAI's usage object: every generated token counts, the end token too; a prompt counts once for all choices."""
+    """OpenAI's usage object: every generated token counts, the end token too; a prompt counts once for all choices.
+
+    ``timings`` is ours.
+    """
     prompt = sum(len(g.prompt_token_ids) for g in generations)
     completion = sum(g.num_output_tokens for g in generations)
     return {
@@ -71,6 +75,7 @@ def usage(generations: Sequence[Generation]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(g.num_cached_tokens for g in generations)},
+        "timings": timings(generations),
     }
 
 

@@ -112,6 +112,11 @@ def events(body: bytes) -> list[Any]:
     return out
 
 
+def counts(usage: dict[str, Any]) -> dict[str, Any]:
+    """A usage object without what differs each time."""
+    return {name: value for name, value in usage.items() if name != "timings"}
+
+
 def stream(port: int, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[Any]:
     """All events of a streamed request."""
     with Connection(port) as c:
