@@ -190,8 +190,9 @@ def test_a_tool_loop(api: Any, server: Server) -> None:
     assert prompt_of(server.engine).endswith('<tool_call>[{"name": "weather", "arguments":') and forced.output
 
 
-def test_a_forced_call_in_the_history(api: Any, server: Server) -> None:
-    server.engine.script = text_script(' {"city": "Rome"}}]</tool_call>')
+@pytest.mark.parametrize("end", ["]</tool_call>", "]", ""])
+def test_a_forced_call_in_the_history(api: Any, server: Server, end: str) -> None:
+    server.engine.script = text_script(' {"city": "Rome"}}' + end)
     first = api.create(input="x", tools=[WEATHER], tool_choice="required")
     assert [(i.type, i.arguments) for i in first.output] == [("function_call", '{"city": "Rome"}')]
     output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "hot"}
