@@ -20,6 +20,7 @@ from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
 from chatsvc.models.loader import load_config, load_model
 from chatsvc.runtime import kv
+from chatsvc.runtime.clock import ClockExecutor, clock_tokens
 from chatsvc.runtime.executor import Executor
 from chatsvc.runtime.local import LocalConfig, LocalExecutor, plan_capacity
 from chatsvc.runtime.simulated import SimulatedConfig, SimulatedExecutor, hashed_token
@@ -67,6 +68,7 @@ def build(config: ServeConfig) -> Built[AsyncEngine]:
         max_queue=config.max_queue,
         queue_timeout=config.queue_timeout,
         preemption=config.preemption,
+        steps_in_flight=config.steps_in_flight,
         disk_cache=_disk_cache(config, files),
         policy=config.policy,
         prefill_share=config.prefill_share,
@@ -136,4 +138,10 @@ def _simulated(config: ServeConfig, tokenizer: Tokenizer) -> Executor:
             16, int((config.max_step_ms - config.simulated_step_ms) / max(config.simulated_token_ms, 0.01))
         ),
     )
+    if config.simulated_text == "clock":
+        try:
+            ids = clock_tokens(tokenizer.vocab_size, tokenizer.token_bytes, tokenizer.is_special)
+        except ValueError as e:
+            raise ConfigError(f"--simulated-text clock: {e}") from e
+        return ClockExecutor(simulated, ids)
     return SimulatedExecutor(simulated, hashed_token(first, tokenizer.vocab_size))

@@ -60,7 +60,7 @@ class Setup:
     watermark: int | None = None
     host_blocks: int = 0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    steps_in_flight: Literal[1, 2] = 1
+    steps_in_flight: int = 1
     backend: str = "auto"  # what people get: on a CPU with a compiler the compiled kernels
     tokens: int = 64
     chats: list[dict[str, Any]] = field(default_factory=lambda: CHATS)
