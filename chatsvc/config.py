@@ -125,6 +125,7 @@ class ServeConfig(BaseModel):
     resume_grace: Seconds = _field(60.0, "Service", "a session's answer goes on that long without a reader")
     api_key_file: Path | None = _field(None, "Service", "only these API keys may in; see `chatsvc key new` [no keys]")
     cors_origins: Origins = _field(None, "Service", "web origins whose pages may call, with commas; * is all [none]")
+    request_timeout: Seconds = _field(0.0, "Service", "most time for a whole answer, e.g. 5m; 0: no limit")
     drain_timeout: Seconds = _field(30.0, "Service", "running streams may finish that long after SIGTERM")
     ping_interval: Seconds = _field(15.0, "Service", "comment on a silent stream")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chatsvc.api.errors import DeadlineExceeded
 from chatsvc.api.frames import DONE, Shape, dumps_in_slices, exception_event, usage
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.api.search import best
@@ -122,6 +123,8 @@ class Answer:
 def failure(choice: OutputLog) -> ChatsvcError:
     """Why a choice failed, as the exception that has the right HTTP status."""
     message = choice.error or "The generation failed"
+    if choice.error_status == 408:
+        return DeadlineExceeded(message)
     return Overloaded(message, retry_after=5, status=503) if choice.error_status == 503 else EngineError(message)
 
 

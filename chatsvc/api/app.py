@@ -94,9 +94,10 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
 
 def middleware(services: Services) -> list[Middleware]:
     """From the outside in. All are pure ASGI, so that a client's disconnect is seen through them."""
-    out = [Middleware(RequestMiddleware)]
+    out: list[Middleware] = []
     if origins := services.settings.cors_origins:
-        # Before the door: a browser asks without a key whether it may send one.
+        # Before the door: a browser asks without a key whether it may send one. And before everything else, so that a
+        # page may read every refusal.
         out.append(
             Middleware(
                 CORSMiddleware,
@@ -107,6 +108,7 @@ def middleware(services: Services) -> list[Middleware]:
                 max_age=3600,
             )
         )
+    out.append(Middleware(RequestMiddleware))
     if services.keys is not None:
         out.append(Middleware(Door, keys=services.keys, quotas=services.quotas))
     return out

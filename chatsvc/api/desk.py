@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
@@ -10,18 +12,24 @@ from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.engine.output import Generation
 from chatsvc.engine.protocol import Engine
+from chatsvc.errors import InvalidRequest
 from chatsvc.scheduler.params import SamplingParams
+
+_SECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 
 
 class Desk:
     """Starts generations. Knows those that run, with their tenants.
 
-    ``private``: tenants see nothing of each other.
+    Args:
+        private: tenants see nothing of each other.
+        timeout: seconds that an answer may take, counted from the arrival of its request; None: as long as it takes.
     """
 
-    def __init__(self, engine: Engine, *, private: bool) -> None:
+    def __init__(self, engine: Engine, *, private: bool = False, timeout: float | None = None) -> None:
         self._engine = engine
         self._private = private
+        self._timeout = timeout
         self._running: dict[str, tuple[str, Generation]] = {}
 
     def generate(
@@ -34,10 +42,12 @@ class Desk:
         cache_salt: str = "",
         priority: int = 0,
     ) -> Generation:
-        """Start a generation for the tenant of a request, within the quotas of its key.
+        """Start a generation for the tenant of a request, within the quotas of its key and with its deadline.
 
-        Raises: QuotaExceeded; what the engine raises, with nothing taken from the quotas.
+        Raises: InvalidRequest (the header with the deadline); QuotaExceeded; what the engine raises, with nothing taken
+            from the quotas.
         """
+        limit = shorter(self._timeout, asked_timeout(info.timeout))
         ticket, size = info.ticket, len(prompt_token_ids)
         if ticket is not None:
             try:
@@ -59,11 +69,14 @@ class Desk:
                 info.headers.update(ticket.headers())
             raise
         self._running[request_id] = (info.tenant, generation)
+        timer = None if limit is None else _end_at(generation, info.started + limit, limit)
 
         def look() -> None:
             if not generation.finished:
                 return
             generation.unwatch(look)
+            if timer is not None:
+                timer.cancel()
             del self._running[request_id]
             if ticket is not None:
                 begun = generation.timings.scheduled is not None
@@ -86,3 +99,25 @@ class Desk:
         async with aclosing(cast(AsyncGenerator[dict[str, Any], None], self._engine.kv_events())) as changes:
             async for change in changes:
                 yield own(change) if self._private else change
+
+
+def asked_timeout(header: str | None) -> float | None:
+    """Seconds that the header ``X-Request-Timeout`` asks for. Raises: InvalidRequest."""
+    if header is None:
+        return None
+    if _SECONDS.fullmatch(header) is None or float(header) == 0:
+        raise InvalidRequest(
+            "X-Request-Timeout: has to be a number of seconds above 0, such as 30 or 2.5", param="X-Request-Timeout"
+        )
+    return float(header)
+
+
+def shorter(a: float | None, b: float | None) -> float | None:
+    """The smaller one; None is none."""
+    return min((x for x in (a, b) if x is not None), default=None)
+
+
+def _end_at(generation: Generation, when: float, limit: float) -> asyncio.TimerHandle:
+    """End it with an error at that time of the loop's clock; what it has until then stays readable."""
+    words = f"The answer was not complete within {limit:g} seconds"
+    return asyncio.get_running_loop().call_at(when, generation.cancel, words, 408)

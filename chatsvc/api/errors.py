@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -69,6 +70,16 @@ class RequestTimeout(RequestError):
 
     status = 408
     close = True
+
+
+class DeadlineExceeded(RequestError):
+    """408: the answer was not complete in the time that the caller or the server gave it."""
+
+    status = 408
+    headers: Mapping[str, str] = {"x-should-retry": "false"}  # OpenAI's clients would ask again, and wait as long again
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="request_timeout")
 
 
 class HeadTooLarge(RequestError):

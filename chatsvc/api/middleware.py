@@ -45,12 +45,16 @@ class RequestInfo:
     Attributes:
         id: the caller's X-Request-Id when it is sane, else a new one.
         tenant: whose request it is ("" while there are no API keys).
+        started: when it arrived, by the loop's clock.
+        timeout: what its header X-Request-Timeout says.
         ticket: what it takes from its key's quotas; None: there are none.
         headers: further headers of the answer.
     """
 
     id: str
     tenant: str = ""
+    started: float = 0.0
+    timeout: str | None = None
     ticket: Ticket | None = None
     headers: dict[str, str] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +84,8 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         info = RequestInfo(asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}")
+        info.started = asyncio.get_running_loop().time()
+        info.timeout = headers.get("x-request-timeout")
         trace = headers.get("traceparent", "")
         if _TRACEPARENT.fullmatch(trace):
             info.fields["trace_id"] = trace.split("-")[1]

@@ -75,7 +75,7 @@ class Replica(Generation):
     """
 
     def __init__(self, turn_id: str) -> None:
-        super().__init__(f"chatcmpl-{turn_id}", [], 1, lambda: None, time.perf_counter())
+        super().__init__(f"chatcmpl-{turn_id}", [], 1, lambda error, status: None, time.perf_counter())
         self.usage: dict[str, Any] = usage([self])
         self.gap = False
         self.heard_at = time.monotonic()

@@ -101,6 +101,7 @@ class ApiSettings:
     send_timeout: float = 300.0
     resume_grace: float = 60.0  # a session's answer goes on that long after its last reader has left
     cors_origins: tuple[str, ...] = ()  # web origins whose pages may call
+    request_timeout: float | None = None  # an answer has to be complete after it; None: whenever it is
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Services:
     @cached_property
     def desk(self) -> Desk:
         """Every generation is started there."""
-        return Desk(self.engine, private=self.keys is not None)
+        return Desk(self.engine, private=self.keys is not None, timeout=self.settings.request_timeout)
 
     @cached_property
     def longest_token(self) -> int:

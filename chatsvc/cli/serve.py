@@ -175,6 +175,7 @@ class Server:
                 max_n=config.max_n,
                 resume_grace=config.resume_grace,
                 cors_origins=config.cors_origins,
+                request_timeout=config.request_timeout or None,
             ),
             store=store,
             store_answers=lambda: store.answers,

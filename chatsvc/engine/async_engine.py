@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from chatsvc.cache.manager import BlockManager
@@ -200,7 +201,7 @@ class AsyncEngine:
         now = time.perf_counter()
         request = Request(request_id, prompt_token_ids, params, now, tenant, cache_salt, priority)
         self.scheduler.add(request)
-        generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(request), now)
+        generation = Generation(request_id, prompt_token_ids, params.n, partial(self._cancel, request), now)
         try:
             running = Running(request, generation, self.tokenizer, self.metrics)
         except Exception:
@@ -241,10 +242,10 @@ class AsyncEngine:
         self._abort(running)
         return True
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: Request, error: str | None, status: int) -> None:
         running = self._running.get(request.request_id)
         if running is not None and running.request is request:  # the id may have gone to another one since
-            self._abort(running)
+            self._abort(running, "abort" if error is None else "error", error, status)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 

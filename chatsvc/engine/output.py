@@ -75,7 +75,14 @@ class Timings:
 class Generation:
     """A running (or finished) request as its readers see it. Lives in the event loop; no locks."""
 
-    def __init__(self, request_id: str, prompt_token_ids: list[int], n: int, cancel: Callable[[], None], now: float):
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        n: int,
+        cancel: Callable[[str | None, int], None],
+        now: float,
+    ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.num_cached_tokens = 0
@@ -92,9 +99,12 @@ class Generation:
     def num_output_tokens(self) -> int:
         return sum(len(log.tokens) for log in self.logs)
 
-    def cancel(self) -> None:
-        """Stop all choices; their blocks are free within one step. Idempotent; text so far stays readable."""
-        self._cancel()
+    def cancel(self, error: str | None = None, status: int = 500) -> None:
+        """Stop all choices; their blocks are free within one step. Idempotent; text so far stays readable.
+
+        With an ``error`` they end with that (and the HTTP ``status`` that fits), not as cancelled.
+        """
+        self._cancel(error, status)
 
     def notify(self) -> None:
         """Called by the engine after it appended, and when the request is first scheduled."""

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from chatsvc.config import ServeConfig
@@ -184,7 +185,7 @@ class RemoteEngine:
         self._check(request_id, prompt_token_ids, params)
         key = next(self._numbers)
         now = time.perf_counter()
-        generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(key), now)
+        generation = Generation(request_id, prompt_token_ids, params.n, partial(self._cancel, key), now)
         self._known[key] = generation
         self._keys[request_id] = key
         self._send(Ask(key, request_id, prompt_token_ids, params, tenant, cache_salt, priority))
@@ -214,10 +215,10 @@ class RemoteEngine:
         self._cancel(key)
         return True
 
-    def _cancel(self, key: int) -> None:
+    def _cancel(self, key: int, error: str | None = None, status: int = 500) -> None:
         generation = self._known.get(key)
         if generation is not None and not generation.finished:
-            _cut(generation, "abort")
+            _cut(generation, "abort" if error is None else "error", error, status)
             self._send(Drop(key))
 
     async def kv_events(self) -> AsyncIterator[dict[str, Any]]:

@@ -167,7 +167,7 @@ class ScriptedEngine:
         if self.refuse is not None:
             raise self.refuse
         loop = asyncio.get_running_loop()
-        generation = Generation(request_id, prompt_token_ids, params.n, lambda: self._cancel(play), loop.time())
+        generation = Generation(request_id, prompt_token_ids, params.n, lambda *end: self._cancel(play, *end), loop.time())
         play = Play(request_id, prompt_token_ids, params, tenant, cache_salt, priority, generation)
         play.task = loop.create_task(self._play(play))
         self.plays.append(play)
@@ -180,14 +180,16 @@ class ScriptedEngine:
                 return True
         return False
 
-    def _cancel(self, play: Play) -> None:
+    def _cancel(self, play: Play, error: str | None = None, status: int = 500) -> None:
         if play.generation.finished:
             return
         play.cancelled = True
         assert play.task is not None
         play.task.cancel()
         for log in play.generation.logs:
-            log.finish_reason = log.finish_reason or "abort"
+            if log.finish_reason is None:
+                log.error, log.error_status = error, status
+                log.finish_reason = "abort" if error is None else "error"
         self.finished.labels("abort").inc()
         play.generation.notify()
 
