@@ -243,26 +243,6 @@ def test_a_cancelled_answer_ends_in_order(server: Server, engine: ScriptedEngine
     assert again.status_code == 404 and again.json()["error"]["param"] == "id"
 
 
-def test_ST_shutdown_flag_of_the_sse_library_cuts_no_stream(server: Server, engine: ScriptedEngine) -> None:
-    """sse-starlette sets a process-wide flag on SIGTERM; our streams end by the engine's drain, not by that."""
-    from sse_starlette.sse import AppStatus
-
-    AppStatus.should_exit = True
-    try:
-        server.call(engine.gate.clear)
-        with Connection(server.port) as c:
-            c.post("/v1/chat/completions", {**CHAT, "stream": True})
-            c.head()
-            assert c.piece() == b": ping\n\n"
-            server.call(engine.gate.set)
-            raw = b""
-            while piece := c.piece():
-                raw += piece
-            assert texts(events(raw)) == {0: "Hello 0"}
-    finally:
-        AppStatus.should_exit = False
-
-
 def test_streams_of_two_servers_in_one_process(server: Server) -> None:
     with Server() as other:
         assert texts(stream(other.port, CHAT)) == {0: "Hello 0"}
