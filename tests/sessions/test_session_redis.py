@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import time
 from pathlib import Path
+from typing import Any
 
-from redisserver import RedisServer
-from sessionserver import read_answer, serving
+import pytest
+from redis.asyncio import SSLConnection
+from redisserver import DelayProxy, RedisServer
+from sessionserver import Running, events, read_answer, serving
 
+from chatsvc.errors import StoreError
 from chatsvc.sessions.redis import RedisStore
+from chatsvc.sessions.watched import WatchedStore
 
 
-async def test_two_servers_on_one_redis(redis_server: RedisServer) -> None:
-    """RD-01: the second server sees the first one's turn, leaves it alone, and goes on after it with all of it."""
+async def test_rd_01_two_servers_on_one_redis(redis_server: RedisServer) -> None:
+    """The second server sees the first one's turn, leaves it alone, and goes on after it with all of it."""
     async with (
         serving(RedisStore(redis_server.url, 3600), step=0.005) as one,
         serving(RedisStore(redis_server.url, 3600)) as two,
@@ -35,8 +43,8 @@ async def test_two_servers_on_one_redis(redis_server: RedisServer) -> None:
         assert prompts[1] > prompts[0] + 400  # the whole first turn was in it
 
 
-async def test_a_redis_that_restarts_breaks_no_stream(tmp_path: Path, redis_server: RedisServer) -> None:
-    """RD-03: an append-only Redis is killed and started again in the middle of answers."""
+async def test_rd_03_a_redis_that_restarts_breaks_no_stream(tmp_path: Path, redis_server: RedisServer) -> None:
+    """An append-only Redis is killed and started again in the middle of answers."""
     server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
     server.start()
     async with serving(RedisStore(server.url, 3600), step=0.005) as app:
@@ -61,3 +69,186 @@ async def test_a_redis_that_restarts_breaks_no_stream(tmp_path: Path, redis_serv
             answer = (await app.read(sid))["messages"][1]
             assert answer["status"] == "done" and answer["usage"]["completion_tokens"] == 150
     server.stop()
+
+
+class Pace:
+    """How long a stream is silent at most, from reader's side."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self.text = ""
+        self.done = False
+
+    async def read(self, app: Running, sid: str, **fields: Any) -> None:
+        body = {"content": "x", **fields}
+        async with app.http.stream("POST", f"/v1/sessions/{sid}/messages", json=body) as r:
+            assert r.status_code == 200, await r.aread()
+            last = 0.0
+            async for _, data in events(r):
+                if data == "[DONE]":
+                    self.done = True
+                    break
+                choices = json.loads(data)["choices"]
+                if not choices:
+                    continue
+                now = time.monotonic()
+                self.longest = max(self.longest, now - last if last else 0.0)
+                last = now
+                self.text += choices[0]["delta"].get("content", "")
+                if choices[0]["finish_reason"]:
+                    last = 0.0
+
+
+@pytest.mark.parametrize("trouble", ["slow", "hung", "full", "late"])
+async def test_rd_03_a_redis_in_trouble_does_not_slow_a_stream(
+    tmp_path: Path, redis_server: RedisServer, trouble: str
+) -> None:
+    """The text goes on while Redis is slow, answers nothing, refuses writes, or answers what it was asked long ago."""
+    server = RedisServer(tmp_path)
+    server.start()
+    async with DelayProxy(server.port) as proxy:
+        store = WatchedStore(
+            RedisStore(f"redis://127.0.0.1:{proxy.port}/0", 3600), failed := itertools.count().__next__
+        )
+        async with serving(store, step=0.01) as app:
+            sids = [await app.session() for _ in range(3)]
+            paces = [Pace() for _ in sids]
+            reading = [
+                asyncio.create_task(pace.read(app, sid, max_tokens=300)) for pace, sid in zip(paces, sids, strict=True)
+            ]
+            async with asyncio.timeout(20):
+                while not all(pace.text for pace in paces):
+                    await asyncio.sleep(0.01)
+            if trouble == "slow":
+                proxy.delay = 1.0
+            elif trouble == "late":
+                proxy.delay = 2.5  # longer than a command waits: its reply comes when nobody expects it
+            elif trouble == "hung":
+                proxy.hang = True
+            else:
+                await config(server, "maxmemory", "1")
+            async with asyncio.timeout(30):
+                while app.engine.num_requests:
+                    await asyncio.sleep(0.05)
+            if trouble != "slow":
+                assert failed() > 0, "reported and counted"
+            proxy.delay, proxy.hang = 0.0, False
+            await config(server, "maxmemory", "0")
+            await asyncio.gather(*reading)
+            async with asyncio.timeout(20):
+                while any(app.turns.running(("", sid)) for sid in sids):
+                    await asyncio.sleep(0.05)
+            for pace, sid in zip(paces, sids, strict=True):
+                answer = (await until_read(app, sid))["messages"][1]
+                assert (answer["status"], answer["content"]) == ("done", pace.text)
+                assert pace.longest < 1.0, f"{trouble}: silent for {pace.longest:.2f} s"
+    server.stop()
+
+
+async def config(server: RedisServer, name: str, value: str) -> None:
+    import redis.asyncio
+
+    async with redis.asyncio.Redis.from_url(server.url) as client:
+        await client.config_set(name, value)
+
+
+async def until_read(app: Running, sid: str) -> dict[str, Any]:
+    """The session, as soon as the store is asked again."""
+    async with asyncio.timeout(20):
+        while (got := await app.http.get(f"/v1/sessions/{sid}")).status_code == 503:
+            await asyncio.sleep(0.05)
+    return dict(got.json())
+
+
+async def test_rd_03_a_redis_that_lost_its_memory_does_not_stop_a_stream(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """It came back empty (no persistence): the answer is told to its end, and there is no session any more."""
+    server = RedisServer(tmp_path)
+    server.start()
+    async with serving(RedisStore(server.url, 3600), step=0.01) as app:
+        sid = await app.session()
+        turn = asyncio.create_task(app.turn(sid, max_tokens=250))
+        async with asyncio.timeout(20):
+            while not app.turns._turns:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        server.stop()
+        server.start()
+        answer = await turn
+        assert answer.done and answer.usage is not None and answer.usage["completion_tokens"] == 250
+        assert (await app.http.get(f"/v1/sessions/{sid}")).status_code == 404
+    server.stop()
+
+
+async def test_rd_04_an_answer_that_lasts_longer_than_the_life_of_its_session(redis_server: RedisServer) -> None:
+    async with serving(RedisStore(redis_server.url, 2.0), step=0.02) as app:
+        sid = await app.session()
+        assert (await app.turn(sid, max_tokens=200)).done  # four seconds
+        assert (await app.read(sid))["messages"][1]["status"] == "done"
+        await asyncio.sleep(2.2)
+        assert (await app.http.get(f"/v1/sessions/{sid}")).status_code == 404
+
+
+async def test_rd_06_dropped_and_asked_again_at_once(redis_server: RedisServer) -> None:
+    async with serving(RedisStore(redis_server.url, 3600), step=0.005) as app:
+        sid = await app.session()
+        for i in range(15):
+            body = {"content": f"q{i}", "max_tokens": 2000}
+            async with app.http.stream("POST", f"/v1/sessions/{sid}/messages", json=body) as r:
+                assert r.status_code == 200, await r.aread()
+                await read_answer(r, until=1)
+            while (turn := app.turns.running(("", sid))) is not None and turn.readers:
+                await asyncio.sleep(0.001)
+        assert (await app.turn(sid, "end", max_tokens=5)).done
+        messages = (await app.read(sid))["messages"]
+        assert [m["content"] for m in messages[::2]] == [*(f"q{i}" for i in range(15)), "end"]
+        assert [m["status"] for m in messages[1::2]] == ["interrupted"] * 15 + ["done"]
+
+
+async def test_rd_05_every_key_of_a_turn_has_a_life(redis_server: RedisServer) -> None:
+    """The log and the inboxes too."""
+    import redis.asyncio
+
+    async with redis.asyncio.Redis.from_url(redis_server.url, decode_responses=True) as client:
+        await client.flushall()
+        async with (
+            serving(RedisStore(redis_server.url, 3600), step=0.01) as one,
+            serving(RedisStore(redis_server.url, 3600)) as two,
+        ):
+            sid = await one.session()
+            turn = asyncio.create_task(one.turn(sid, max_tokens=200))
+            async with asyncio.timeout(20):
+                while not await client.keys("*:log-*"):
+                    await asyncio.sleep(0.01)
+            async with two.http.stream("GET", f"/v1/sessions/{sid}/stream") as r:
+                await read_answer(r, until=20)
+            keys = await client.keys("*")
+            kinds = {key.split(":")[-1].split("-")[0] for key in keys}
+            assert kinds == {"meta", "msgs", "sessions", "alive", "log", "inbox", "{running}"}
+            for key in keys:
+                assert 0 < await client.pttl(key) <= 3600_000, key
+            assert (await turn).done
+
+
+async def test_a_url_with_a_password_and_tls_passes_through(tmp_path: Path, redis_server: RedisServer) -> None:
+    server = RedisServer(tmp_path, "--requirepass", "p@ss word")
+    server.start()
+    right = RedisStore(server.url.replace("redis://", "redis://:p%40ss%20word@"), 60)
+    wrong = RedisStore(server.url.replace("redis://", "redis://:secret@"), 60)
+    for store in (right, wrong):
+        await store.open()
+    await right.ping()
+    with pytest.raises(StoreError) as refused:
+        await wrong.ping()
+    assert "secret" not in str(refused.value)
+    for store in (right, wrong):
+        await store.close()
+    server.stop()
+    tls = RedisStore("rediss://user:word@h:6390/2?ssl_cert_reqs=none&ssl_ca_certs=/ca.pem", 60)
+    for pool in (tls._pool, tls._relay._blocking.connection_pool):
+        made = pool.connection_kwargs
+        assert issubclass(pool.connection_class, SSLConnection)
+        assert (made["username"], made["password"], made["db"]) == ("user", "word", 2)
+        assert (made["ssl_cert_reqs"], made["ssl_ca_certs"]) == ("none", "/ca.pem")
+    await tls.close()
