@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SERVE_STAMP := $(VENV)/.serve-installed
 TEST_STAMP := $(VENV)/.test-installed
+CLIENTS_STAMP := $(VENV)/.clients-installed
 
-.PHONY: serve test lint bench loadtest compose-check clean help
+.PHONY: serve test clients lint bench loadtest compose-check clean help
 
 help:
-	@echo "make serve | test | lint | bench | loadtest | compose-check"
+	@echo "make serve | test | clients | lint | bench | loadtest | compose-check"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
@@ -41,6 +42,17 @@ test: $(TEST_STAMP) lint
 	@$(BIN)/chatsvc pull >/dev/null
 	@scripts/ensure_redis.sh
 	$(BIN)/python -m pytest
+
+# Other people's clients against a real server: Python's, and Node's where npm can install them.
+$(CLIENTS_STAMP): $(TEST_STAMP)
+	$(PIP) install --progress-bar on --no-compile -c constraints.txt -e '.[clients]'
+	@touch $@
+
+clients: $(CLIENTS_STAMP)
+	@$(BIN)/chatsvc pull >/dev/null
+	@if command -v npm >/dev/null; then cd tests/clients/node && npm ci --no-audit --no-fund || \
+	  echo "npm could not install the Node clients: they are skipped"; else echo "No npm: the Node clients are skipped"; fi
+	$(BIN)/python -m pytest tests/clients
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
