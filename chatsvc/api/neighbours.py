@@ -20,7 +20,7 @@ from typing import ParamSpec
 
 from chatsvc.api.replica import Replica, Sent
 from chatsvc.api.turn import Key, Turn
-from chatsvc.errors import StoreError
+from chatsvc.errors import Overloaded, StoreError
 from chatsvc.sessions.base import Message, SessionStore
 from chatsvc.sessions.relay import Note, Op, Relay
 
@@ -53,6 +53,7 @@ class Neighbours:
         self._errands: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._some = asyncio.Event()
+        self._stopping = False
         relay.on_note = self._note
 
     @property
@@ -114,8 +115,10 @@ class Neighbours:
     async def join(self, key: Key, answer: Message) -> Turn:
         """The turn of another process that ``answer`` (as stored, running) is of. Whoever reads it attaches at once.
 
-        Raises: StoreError.
+        Raises: StoreError; Overloaded when this process stops.
         """
+        if self._stopping:
+            raise Overloaded("The server is shutting down", status=503, retry_after=1)
         turn = self._joined.get(answer.id)
         if turn is not None and turn.running:
             return turn
@@ -255,16 +258,17 @@ class Neighbours:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def let_go(self, why: str) -> None:
+    def let_go(self) -> None:
         """End the streams of other processes' turns: the turns go on, their readers can come back elsewhere."""
+        self._stopping = True
         for turn in list(self._joined.values()):
             assert isinstance(turn.generation, Replica)
-            turn.generation.fail(why)
+            turn.generation.fail("This server process stops; the answer goes on: join it again", "rejoin")
             turn.saved.set()
 
     async def close(self, wait: float) -> None:
         """Publish what is left, for at most ``wait`` seconds, and stop."""
-        self.let_go("The server is shutting down")
+        self.let_go()
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(wait):
                 await self._flush()

@@ -70,6 +70,7 @@ class Replica(Generation):
     Attributes:
         usage: OpenAI's usage object, once the turn has ended.
         gap: whether batches are missing, so that nothing is believed until a snapshot comes.
+        code: of ``error``, in the error object.
         heard_at: monotonic seconds of the last batch.
         holes: ranges (after k tokens, n tokens) whose text came in one piece: no place inside is known.
     """
@@ -78,6 +79,7 @@ class Replica(Generation):
         super().__init__(f"chatcmpl-{turn_id}", [], 1, lambda error, status: None, time.perf_counter())
         self.usage: dict[str, Any] = usage([self])
         self.gap = False
+        self.code = "engine_error"
         self.heard_at = time.monotonic()
         self.holes: list[tuple[int, int]] = []
 
@@ -123,9 +125,10 @@ class Replica(Generation):
             log.finish_reason = message.finish_reason or "abort"
         self.notify()
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: str, code: str) -> None:
         """End it for our readers, whatever becomes of it."""
         if not self.finished:
+            self.code = code
             self.logs[0].error, self.logs[0].finish_reason = error, "error"
             self.notify()
 

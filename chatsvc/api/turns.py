@@ -191,7 +191,7 @@ class Turns:
     def let_go(self) -> None:
         """The server is about to stop: streams of other processes' turns end, so that their readers go there."""
         if self._neighbours is not None:
-            self._neighbours.let_go("The server is shutting down; join the answer again")
+            self._neighbours.let_go()
 
     async def close(self, timeout: float = SAVE_WAIT) -> None:  # noqa: ASYNC109  it is a patience, not a deadline
         """Interrupt what still runs and store it. Call before the store is closed.

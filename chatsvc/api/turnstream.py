@@ -55,7 +55,8 @@ async def turn_events(
                     yield _chunk(turn, head, replace(delta, finish_reason=None), text, not begun, False).encode()
                 with suppress(StoreError):
                     await saved(turn)
-                yield error_event(delta.error or "The generation failed")
+                code = generation.code if isinstance(generation, Replica) else "engine_error"
+                yield error_event(delta.error or "The generation failed", code)
                 return
             if text or delta.finish_reason is not None:
                 yield _chunk(turn, head, delta, text, not begun, bool(log.tail)).encode()

@@ -111,7 +111,7 @@ async def test_a_hole_is_left_with_a_snapshot_and_its_edges_are_not(monkeypatch:
     late.take(sent.next(owner, wanted=True)[0])  # type: ignore[index]
     assert late.holes == [(0, 9)] and late.snapshot_for(0) == late.snapshot_for(8) == 9
     joined = Turn(owner.key, owner.answer, late, "another")
-    late.fail("enough")
+    late.fail("enough", "rejoin")
     event = (await read(joined, 3)).decode()
     assert event.startswith("event: snapshot\nid: m:0:9\n") and '"content":"012345678"' in event
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis.asyncio as aioredis
 from redisserver import DelayProxy, RedisServer
 from test_store_contract import message, session
 
@@ -294,25 +295,42 @@ async def test_an_owner_that_comes_back_from_the_dead_changes_nothing(redis_serv
     await first.close()
 
 
-async def test_nobody_is_dead_because_redis_was_away(tmp_path: Path, redis_server: RedisServer) -> None:
-    """Redis is down for longer than a lease. When it is back the owner's lease is over, but the owner is there."""
+@pytest.mark.parametrize("trouble", ["restarted", "hung"])
+async def test_nobody_is_dead_because_redis_was_away(tmp_path: Path, redis_server: RedisServer, trouble: str) -> None:
+    """Redis is away for longer than a lease. When it is back the owner's lease is over, but the owner is there."""
     server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
     server.start()
-    first, second = (RedisStore(server.url, 3600, lease=1.5) for _ in range(2))
-    await first.open()
-    await second.open()
-    s = session()
-    await first.create(s)
-    m = message("", role="assistant", status="running")
-    await first.append("t", s.id, [m])
-    server.stop()
-    await asyncio.sleep(1.6)
-    server.start()
-    got = await second.get("t", s.id)
-    assert got is not None and got.messages[0].status == "running"
-    await first.update_message("t", s.id, replace(m, status="done"))
-    for store in (first, second):
-        await store.close()
+    async with DelayProxy(server.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        first, second, third = (RedisStore(url, 3600, lease=1.5) for _ in range(3))
+        await first.open()
+        await second.open()
+        s = session()
+        await first.create(s)
+        m = message("", role="assistant", status="running")
+        await first.append("t", s.id, [m])
+        readers = [second]
+        if trouble == "restarted":
+            server.stop()
+            await asyncio.sleep(1.6)
+            server.start()
+            await third.open()  # starts just now, and has noticed nothing
+            readers.append(third)
+        else:
+            await asyncio.sleep(1.6)  # Redis itself has been there for long
+            proxy.hang = True
+            with pytest.raises(StoreError):
+                await second.ping()
+            proxy.hang = False
+            first._heart.cancel()  # type: ignore[union-attr]  # it has not come round to it yet
+            async with aioredis.Redis.from_url(server.url) as client:
+                await client.delete(first._alive_key)
+        for store in readers:
+            got = await store.get("t", s.id)
+            assert got is not None and got.messages[0].status == "running"
+        await first.update_message("t", s.id, replace(m, status="done"))
+        for store in (first, second, third):
+            await store.close()
     server.stop()
 
 

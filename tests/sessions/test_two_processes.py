@@ -260,3 +260,19 @@ async def test_se_08_another_tenant_joins_nothing(redis_server: RedisServer) -> 
                 with pytest.raises(Exception, match="no such session"):
                     await ask(key)
         await one.http.post(f"/v1/sessions/{sid}/cancel")
+
+
+async def test_a_process_that_stops_sends_its_readers_to_the_owner(redis_server: RedisServer) -> None:
+    async with pair(redis_server) as (one, two):
+        sid = await one.session()
+        await begin(one, sid, max_tokens=300)
+        async with two.http.stream("GET", f"/v1/sessions/{sid}/stream") as r:
+            part = await read_answer(r, until=5)
+            two.turns.let_go()
+            rest = await read_answer(r)
+        assert rest.error is not None and rest.error["code"] == "rejoin" and not rest.done
+        refused = await two.http.get(f"/v1/sessions/{sid}/stream")
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        last = await join(one, sid, (rest.ids or part.ids)[-1])
+        assert last is not None and last.done
+        assert part.text + rest.text + last.text == (await stored(one, sid))["content"]

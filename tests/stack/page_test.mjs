@@ -76,6 +76,10 @@ assert.deepEqual([good[1].finish, good[2].usage, good[3].done], ["stop", USAGE, 
 await assert.rejects(collect(stream(chunk("t:0:1", "Hel"))), ConnectionLost);
 const broken = stream(chunk("t:0:1", "x"), 'event: error\ndata: {"error":{"message":"engine fell over"}}\n\n');
 await assert.rejects(collect(broken), (e) => e instanceof ApiError && /fell over/.test(e.message));
+const snapshot = await collect(stream(`event: snapshot\n${chunk("t:0:9", "all of it")}`, chunk("t:0:10", "!", "stop"), END));
+assert.deepEqual(snapshot.map((i) => i.whole), [true, false, false, undefined]);
+const moved = stream(chunk("t:0:1", "x"), 'event: error\ndata: {"error":{"message":"stops","code":"rejoin"}}\n\n');
+await assert.rejects(collect(moved), ConnectionLost);
 let count = 0;
 for await (const _ of readEvents(stream("data: 1\n\n", "data: 2\n\n"))) if (++count) break; // leaving closes the stream
 assert.equal(count, 1);

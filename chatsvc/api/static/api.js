@@ -98,7 +98,8 @@ async function failure(response) {
 }
 
 /**
- * What an answer's stream says: {id, text, finish, usage, done}. Ends after [DONE]; an end without it is an error.
+ * What an answer's stream says: {id, text, whole, finish, usage, done}. `whole`: the text takes the place of all before
+ * it. Ends after [DONE]; an end without it is an error.
  * @param {Response} response
  */
 export async function* readAnswer(response) {
@@ -113,11 +114,13 @@ export async function* readAnswer(response) {
     } catch {
       continue; // not meant for us
     }
+    if (chunk.error?.code === "rejoin") throw new ConnectionLost(); // this server stops, the answer goes on elsewhere
     if (event === "error" || chunk.error) throw new ApiError(chunk.error?.message || "The answer failed.", 500);
     const choice = chunk.choices?.[0];
     yield {
       id,
       text: choice?.delta?.content || "",
+      whole: event === "snapshot",
       finish: choice?.finish_reason || null,
       usage: chunk.usage || null,
       done: false,

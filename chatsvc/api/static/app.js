@@ -317,7 +317,7 @@ class Page {
   }
 
   reader() {
-    const reader = new TurnReader(this.api, this.session?.id, (item) => item.text && this.answer.append(item.text));
+    const reader = new TurnReader(this.api, this.session?.id, ({ text, whole }) => text && this.answer.append(text, whole));
     reader.onLink = (lost) => reader === this.turn && this.banner(lost ? "Connection lost. Trying again…" : "");
     return reader;
   }

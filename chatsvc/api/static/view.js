@@ -64,9 +64,9 @@ export class MessageView {
     return this.message.status === "running";
   }
 
-  /** More text of a running answer. */
-  append(text) {
-    this.message.content += text;
+  /** More text of a running answer, or all of it. */
+  append(text, whole = false) {
+    this.message.content = whole ? text : this.message.content + text;
     this.frame ||= requestAnimationFrame(() => this.paint());
   }
 
