@@ -73,7 +73,7 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
         *completions.routes(services),
         *tokens.routes(services),
         *admin.routes(services),
-        openapi.route(operations),
+        openapi.route(operations, keys=services.keys is not None),
         *sessions.routes(services, turns),
         *responses.routes(services, turns),
         *extra_routes,

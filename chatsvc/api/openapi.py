@@ -16,14 +16,24 @@ from starlette.routing import Route
 from chatsvc import __version__
 from chatsvc.api import answers_schema as answers
 from chatsvc.api import schema
+from chatsvc.api.openapi_keys import with_keys
 
 REF = "#/components/schemas/{model}"
 PLAIN = {400: "What is wrong, and in which field", 404: "No such model or path", 413: "The body is too large"}
 GENERATING = PLAIN | {
+    408: "The request came too slowly, or the answer was not complete in time",
     415: "The body is not JSON",
     429: "The queue is full; Retry-After says when to come back",
     500: "The generation failed",
     503: "Loading, draining or stuck; Retry-After says when to come back",
+}
+
+DEADLINE = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "required": False,
+    "description": "Seconds (fractions are allowed) after which an answer that is not complete is ended",
+    "schema": {"type": "integer", "minimum": 1, "maximum": 86400},
 }
 
 
@@ -133,6 +143,8 @@ def _operation(operation: Operation) -> dict[str, Any]:
     names = re.findall(r"{(\w+)}", operation.path)
     parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
     parameters += [{"name": n, "in": "query", "required": False, "schema": {"type": "string"}} for n in operation.query]
+    if 408 in (operation.errors or {}):
+        parameters.append(DEADLINE)
     if parameters:
         out["parameters"] = parameters
     return out
@@ -142,9 +154,9 @@ def _ref(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": REF.format(model=model.__name__)}
 
 
-def route(operations: Sequence[Operation] = OPERATIONS) -> Route:
-    """``GET /openapi.json``."""
-    body = document(operations)
+def route(operations: Sequence[Operation] = OPERATIONS, *, keys: bool = False) -> Route:
+    """``GET /openapi.json``. ``keys``: of a server that has API keys."""
+    body = with_keys(document(operations)) if keys else document(operations)
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(body)
