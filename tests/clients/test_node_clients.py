@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, Clients
+from clientserver import MODEL, Clients
 
 NODE = Path(__file__).parent / "node"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
