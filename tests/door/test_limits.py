@@ -81,6 +81,7 @@ async def test_SH_06_requests_a_minute(door: Running) -> None:
     assert (await http.post("/tokenize", json={"prompt": "x"})).status_code == 200
     assert (await http.post(CHAT, json={**SHORT, "n": 0})).status_code == 400
     assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 429
+    assert (await http.post("/v1/responses", json={"input": "x"})).status_code == 429
     made = (await http.post("/v1/sessions", json={})).json()["id"]
     assert (await http.post(f"/v1/sessions/{made}/messages", json={"content": "x"})).status_code == 429
     assert (await http.get(f"/v1/sessions/{made}")).json()["messages"] == []  # and leaves nothing behind

@@ -169,6 +169,26 @@ async def test_SE_08_cancel_by_id_is_for_ones_own(door: Running) -> None:
     assert (await door["ann"].post(target)).status_code == 404  # over
 
 
+async def test_SE_08_another_keys_response_does_not_exist(door: Running) -> None:
+    ann, bob = door["ann"], door["bob"]
+    body = {"input": "hello", "max_output_tokens": 4}
+    made = (await ann.post("/v1/responses", json=body)).json()["id"]
+    missing = made[:-8] + "0" * 8
+    for method, target in (
+        ("GET", "/v1/responses/{}"),
+        ("POST", "/v1/responses/{}/cancel"),
+        ("DELETE", "/v1/responses/{}"),
+    ):
+        answers = [await bob.request(method, target.format(i)) for i in (made, missing)]
+        assert answers[0].status_code == answers[1].status_code in (404, 405), target
+        assert answers[0].text.replace(made, missing) == answers[1].text
+    for i in (made, missing):
+        stolen = await bob.post("/v1/responses", json={**body, "previous_response_id": i})
+        assert stolen.status_code in (400, 404) and "previous_response_id" in stolen.text
+    assert (await ann.get(f"/v1/responses/{made}")).json()["id"] == made
+    assert (await ann.post("/v1/responses", json={**body, "previous_response_id": made})).status_code == 200
+
+
 async def test_the_same_request_id_of_two_tenants_is_no_conflict(door: Running) -> None:
     """The caller's id is for logs; a 409 would tell that somebody else uses it."""
     body = {"messages": MESSAGES, "max_tokens": 30}
