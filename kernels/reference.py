@@ -80,3 +80,27 @@ def paged_attention(
             out[row] = (weights[:, :, None] * values[:visible]).sum(dim=0)
             row += 1
     return out
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the pairs (i, i + head_dim / 2) (Su et al., RoFormer, arXiv:2104.09864).
+
+    Args:
+        x: [T, heads, head_dim].
+        angles: [T, head_dim]: cos of each pair, then sin.
+    """
+    half = x.shape[-1] // 2
+    cos, sin = angles[:, None, :half], angles[:, None, half:]
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 * width], gate first (Shazeer, arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up

@@ -7,59 +7,52 @@ from dataclasses import dataclass
 import torch
 
 from chatsvc.models.attention.base import KVCache, StepLayout
-from kernels.triton.paged_attention import paged_attention
+from kernels.triton.paged_attention import DevicePlan, paged_attention, wide_rows
+from kernels.triton.plan import plan_attention
 from kernels.triton.reshape_and_cache import reshape_and_cache
+from kernels.triton.upload import Upload
 
-# Triton compiles a kernel once more for pointers that are not divisible by 16 bytes: keep every part aligned.
-_ALIGN = 2
+# Programs that one multiprocessor can keep in flight: fewer than that times the multiprocessors, and keys are split.
+PROGRAMS_PER_PROCESSOR = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TritonMeta:
-    """One step's metadata, int64 on the device: parts of one tensor, so one copy brings them there.
+    """One step; what is on the device follows with the first layer, which knows the number of query heads.
 
     Attributes:
-        slots: [T].
-        query_starts: [S + 1].
-        seq_lens: [S].
-        block_tables: [S, W], padded with the null block.
-        max_query_len: on the host.
+        slots: [T] int32.
     """
 
-    slots: torch.Tensor
-    query_starts: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    max_query_len: int
+    layout: StepLayout
+    slots: torch.Tensor | None = None
+    plan: DevicePlan | None = None
 
 
 class TritonBackend:
-    """CUDA, or a CPU with Triton's interpreter (``TRITON_INTERPRET=1`` before triton is imported)."""
+    """CUDA, or a CPU with Triton's interpreter (``TRITON_INTERPRET=1`` before triton is imported).
+
+    Args:
+        cascade: read prefixes that sequences share once.
+        programs: how many programs keep the device busy; None: asked of the device.
+    """
 
     name = "triton"
 
+    def __init__(self, *, cascade: bool = True, programs: int | None = None) -> None:
+        self.cascade = cascade
+        self._programs = programs
+
+    def programs(self, device: torch.device) -> int:
+        """How many programs keep the device busy."""
+        if self._programs is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+            self._programs = PROGRAMS_PER_PROCESSOR * processors
+        return self._programs
+
     def prepare(self, layout: StepLayout, cache: KVCache) -> TritonMeta:
-        """One upload (see :class:`AttentionBackend`)."""
-        starts = [0]
-        for query_len in layout.query_lens:
-            starts.append(starts[-1] + query_len)
-        width = max((len(table) for table in layout.block_tables), default=0)
-        tables = [block for table in layout.block_tables for block in [*table, *[0] * (width - len(table))]]
-        flat: list[int] = []
-        spans = []
-        for part in (layout.slot_mapping, starts, layout.seq_lens, tables):
-            spans.append((len(flat), len(flat) + len(part)))
-            flat += part
-            flat += [0] * (-len(flat) % _ALIGN)
-        packed = torch.tensor(flat, dtype=torch.int64).to(cache.data.device)
-        slots, query_starts, seq_lens, block_tables = (packed[start:end] for start, end in spans)
-        return TritonMeta(
-            slots=slots,
-            query_starts=query_starts,
-            seq_lens=seq_lens,
-            block_tables=block_tables.view(len(layout.block_tables), width),
-            max_query_len=max(layout.query_lens, default=0),
-        )
+        """See :class:`AttentionBackend`."""
+        return TritonMeta(layout)
 
     def forward(
         self,
@@ -71,19 +64,36 @@ class TritonBackend:
         meta: TritonMeta,
         scale: float,
     ) -> torch.Tensor:
-        """See :class:`AttentionBackend`."""
+        """See :class:`AttentionBackend`. A pool of float8_e4m3fn holds K and V as they are, beyond 448 clipped."""
+        if meta.plan is None or meta.slots is None:
+            meta.plan, meta.slots = self._send(meta.layout, q, k, cache)
         k_cache, v_cache = cache.k(layer), cache.v(layer)
-        reshape_and_cache(k, v, k_cache, v_cache, meta.slots)
+        scales = None
+        if cache.data.dtype == torch.float8_e4m3fn:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+            scales = torch.ones(2, k.shape[1], dtype=torch.float32, device=q.device)
+        reshape_and_cache(k, v, k_cache, v_cache, meta.slots, scales)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            meta.block_tables,
-            meta.query_starts,
-            meta.seq_lens,
-            scale,
-            meta.max_query_len,
-            out,
-        )
+        paged_attention(q, k_cache, v_cache, meta.plan, scale, out, scales)
         return out
+
+    def _send(
+        self, layout: StepLayout, q: torch.Tensor, k: torch.Tensor, cache: KVCache
+    ) -> tuple[DevicePlan, torch.Tensor]:
+        kv_heads = k.shape[1]
+        plan = plan_attention(
+            layout.query_lens,
+            layout.seq_lens,
+            layout.block_tables,
+            cache.block_size,
+            group=q.shape[1] // kv_heads,
+            kv_heads=kv_heads,
+            programs=self.programs(q.device),
+            wide=wide_rows(q.shape[2], q.dtype),
+            cascade=self.cascade,
+        )
+        upload = Upload()
+        slots = upload.add(layout.slot_mapping)
+        places = DevicePlan.add(plan, upload)
+        sent = upload.send(q.device)
+        return DevicePlan.take(plan, places, sent), sent[slots]
