@@ -28,9 +28,12 @@ FINISH: dict[FinishReason, Literal["stop", "length"]] = {"stop": "stop", "length
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def dumps(value: Any) -> str:
     """Compact JSON, never NaN, no character in it that could be taken for a line end."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _JSON.encode(value)
     return text if text.isascii() else text.translate(_LINE_ENDS)
 
 

@@ -97,7 +97,7 @@ class Child:
         elif isinstance(message, Ask):
             self._generate(message)
         elif (known := self._tellers.get(message.key)) is not None:
-            known.generation.cancel()
+            known.generation.cancel(message.error, message.status)
 
     def _generate(self, ask: Ask) -> None:
         try:

@@ -50,9 +50,13 @@ class OutputLog:
         return [t.token_id for t in self.tokens]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """News of one choice since a cursor. ``cursor`` is the number of tokens seen after this delta."""
+    """News of one choice since a cursor. ``cursor`` is the number of tokens seen after this delta.
+
+    Nobody changes one. It is not declared frozen all the same: that would cost three times as much to make, and every
+    step makes one for each reader.
+    """
 
     index: int
     text: str
@@ -70,6 +74,31 @@ class Timings:
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+
+
+class Wake:
+    """Calling it wakes whoever waits, now or next. One waits at a time; cheaper than an ``asyncio.Event``."""
+
+    __slots__ = ("_called", "_waiter")
+
+    def __init__(self) -> None:
+        self._called = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __call__(self) -> None:
+        self._called = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until it was called since the last wait."""
+        if not self._called:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._called = False
 
 
 class Generation:
@@ -93,7 +122,10 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        return all(log.finish_reason is not None for log in self.logs)
+        for log in self.logs:  # noqa: SIM110  asked for every token: the generator of all() would cost four times this
+            if log.finish_reason is None:
+                return False
+        return True
 
     @property
     def num_output_tokens(self) -> int:
@@ -125,33 +157,40 @@ class Generation:
         was reported. Leaving the iterator does not cancel the generation.
         """
         at = list(cursors) if cursors is not None else [0] * len(self.logs)
-        done = [False] * len(self.logs)
-        event = asyncio.Event()
-        self.watch(event.set)
+        going = list(self.logs)
+        wake = Wake()
+        self.watch(wake)
         try:
             while True:
-                event.clear()
                 news: list[Delta] = []
-                for i, log in enumerate(self.logs):
-                    if done[i] or (at[i] >= len(log.tokens) and log.finish_reason is None):
+                ended = False
+                for log in going:
+                    start, end, reason = at[log.index], len(log.tokens), log.finish_reason
+                    if start >= end and reason is None:
                         continue
-                    end = len(log.tokens)
-                    text = "".join(log.pieces[at[i] : end])
-                    if log.finish_reason is not None:
+                    text = log.pieces[start] if start + 1 == end else "".join(log.pieces[start:end])
+                    if reason is not None:
                         text += log.tail
-                        done[i] = True
-                    news.append(Delta(i, text, tuple(log.tokens[at[i] : end]), end, log.finish_reason, log.error))
-                    at[i] = end
+                        ended = True
+                    at[log.index] = end
+                    news.append(Delta(log.index, text, tuple(log.tokens[start:end]), end, reason, log.error))
+                if ended:
+                    told = {delta.index for delta in news if delta.finish_reason is not None}
+                    going = [log for log in going if log.index not in told]
                 if news:
                     yield news
-                if all(done):
+                if not going:
                     return
-                if not event.is_set():
-                    await event.wait()
+                await wake.wait()
         finally:
-            self.unwatch(event.set)
+            self.unwatch(wake)
 
     async def wait(self) -> None:
         """Until every choice has ended."""
-        async for _ in self.read():
-            pass
+        wake = Wake()
+        self.watch(wake)
+        try:
+            while not self.finished:
+                await wake.wait()
+        finally:
+            self.unwatch(wake)

@@ -219,7 +219,7 @@ class RemoteEngine:
         generation = self._known.get(key)
         if generation is not None and not generation.finished:
             _cut(generation, "abort" if error is None else "error", error, status)
-            self._send(Drop(key))
+            self._send(Drop(key, error, status))
 
     async def kv_events(self) -> AsyncIterator[dict[str, Any]]:
         """First the whole state, then what changed, at most ten times a second."""
@@ -296,10 +296,8 @@ class RemoteEngine:
             self.metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
             limit = self._limits.give_up_after
             if self._capacity is not None and time.perf_counter() - self._heard > limit:
-                for key, generation in self._known.items():
-                    if not generation.finished:
-                        _cut(generation, "error", f"the engine's process has been silent for {limit:g} s", 503)
-                        self._send(Drop(key))
+                for key in self._known:
+                    self._cancel(key, f"the engine's process has been silent for {limit:g} s", 503)
 
     # -- death -------------------------------------------------------------------------------------------------
 

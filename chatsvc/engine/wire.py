@@ -49,7 +49,11 @@ class Ask:
 
 @dataclass(slots=True)
 class Drop:
+    """``error``, ``status``: as in :meth:`Generation.cancel`."""
+
     key: int
+    error: str | None
+    status: int
 
 
 @dataclass(slots=True)
@@ -150,20 +154,18 @@ class Teller:
 
 def hear(generation: Generation, news: News) -> None:
     """The API's side: append the news to its own logs. A choice that has ended here hears nothing more."""
-    _, cached, (scheduled, first, finished), choices, _ = news
+    _, generation.num_cached_tokens, (scheduled, first, finished), choices, _ = news
     times = generation.timings
-    generation.num_cached_tokens = cached
-    if not generation.finished:
+    if times.finished is None:
         times.scheduled, times.first_token, times.finished = scheduled, first, finished
     for index, ids, pieces, details, held, end in choices:
         log = generation.logs[index]
         if log.finish_reason is not None:
             continue
-        log.tokens += (
-            map(SampledToken, ids)
-            if details is None
-            else [SampledToken(i, logprob, top) for i, (logprob, top) in zip(ids, details, strict=True)]
-        )
+        if details is None:
+            log.tokens += map(SampledToken, ids)
+        else:
+            log.tokens += [SampledToken(i, logprob, top) for i, (logprob, top) in zip(ids, details, strict=True)]
         log.pieces += pieces
         log.held = held
         if end is not None:
