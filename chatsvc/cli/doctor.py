@@ -17,7 +17,9 @@ import click
 import torch
 
 from chatsvc import __version__
+from chatsvc.api.keys import read_keys
 from chatsvc.cli.options import GroupedCommand, given, options_of
+from chatsvc.cli.remarks import is_loopback
 from chatsvc.config import ServeConfig, usable_cpus, usable_memory
 from chatsvc.engine.build import device_of, dtype_of
 from chatsvc.errors import ChatsvcError
@@ -64,6 +66,7 @@ def collect(config: ServeConfig) -> list[Finding]:
         _memory,
         _store,
         _address,
+        _keys,
     )
     return [finding for check in checks for finding in _safely(check, config)]
 
@@ -201,6 +204,18 @@ def _address(config: ServeConfig) -> list[Finding]:
             text = f"{config.host}:{config.port} is not free ({error.strerror}): a server may be running there already"
             return [Finding("address", "warn", text)]
     return [Finding("address", "ok", f"{config.host}:{config.port} is free")]
+
+
+def _keys(config: ServeConfig) -> list[Finding]:
+    path = config.api_key_file
+    if path is None:
+        open_ = not is_loopback(config.host)
+        who = "everybody who reaches the address" if open_ else "who works on this machine"
+        return [Finding("keys", "warn" if open_ else "ok", f"none: {who} may use the server and read its sessions")]
+    count = len(read_keys(path).keys)
+    if path.stat().st_mode & 0o022:
+        return [Finding("keys", "warn", f"{count} in {path}, which others than its owner may change")]
+    return [Finding("keys", "ok", f"{count} in {path}")]
 
 
 def _bytes(path: Path) -> int:

@@ -41,6 +41,7 @@ def test_a_sound_machine(tmp_path: Path) -> None:
         ({"session_store": "mongo://x"}, "store", "mongo://"),
         ({"session_store": "redis://127.0.0.1:1/0"}, "store", "Redis"),
         ({"kv_cache_memory": "900TiB"}, "kv cache", "lower --kv-cache-memory"),
+        ({"api_key_file": "/nowhere/keys.toml"}, "keys", "No such file"),
     ],
 )
 def test_what_is_missing_is_named(options: dict[str, str], topic: str, text: str) -> None:
