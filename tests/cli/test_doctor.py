@@ -82,3 +82,15 @@ def test_attention_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert attention().level == "warn" and "C++ compiler" in attention().text
     assert attention(attention_backend="cpu").level == "fail"
+
+
+def test_keys(tmp_path: Path) -> None:
+    from chatsvc.cli.doctor import _keys
+
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[[key]]\nname = "a"\nsha256 = "{"0" * 64}"\n')
+    for mode, host, level in ((0o600, "0.0.0.0", "ok"), (0o644, "::", "ok"), (0o666, "::1", "warn")):
+        file.chmod(mode)
+        (found,) = _keys(ServeConfig.of(api_key_file=str(file), host=host))
+        assert found.level == level and found.text.startswith("1 in ")
+    assert [_keys(ServeConfig.of(host=h))[0].level for h in ("127.0.0.1", "0.0.0.0")] == ["ok", "warn"]
