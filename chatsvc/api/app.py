@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 from chatsvc.api import admin, chat, completions, openapi, responses, sessions, tokens
 from chatsvc.api.door import Door
 from chatsvc.api.errors import on_exception, on_http_exception
+from chatsvc.api.foreign import ForeignPages
 from chatsvc.api.middleware import RequestMiddleware, request_info
 from chatsvc.api.openapi_responses import RESPONSE_OPERATIONS
 from chatsvc.api.openapi_sessions import SESSION_OPERATIONS
@@ -95,7 +96,8 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
 def middleware(services: Services) -> list[Middleware]:
     """From the outside in. All are pure ASGI, so that a client's disconnect is seen through them."""
     out: list[Middleware] = []
-    if origins := services.settings.cors_origins:
+    origins = services.settings.cors_origins
+    if origins:
         # Before the door: a browser asks without a key whether it may send one. And before everything else, so that a
         # page may read every refusal.
         out.append(
@@ -108,7 +110,7 @@ def middleware(services: Services) -> list[Middleware]:
                 max_age=3600,
             )
         )
-    out.append(Middleware(RequestMiddleware))
+    out += [Middleware(RequestMiddleware), Middleware(ForeignPages, origins=origins)]
     if services.keys is not None:
         out.append(Middleware(Door, keys=services.keys, quotas=services.quotas))
     return out

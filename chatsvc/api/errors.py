@@ -55,6 +55,17 @@ class Forbidden(RequestError):
         super().__init__(f"This API key may not use {path}", code="permission_denied")
 
 
+class ForeignPage(RequestError):
+    """403: a browser asks for a page of another origin."""
+
+    status = 403
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This comes from a page of another origin; --cors-origins has to name it", code="permission_denied"
+        )
+
+
 class PayloadTooLarge(RequestError):
     """413. ``close`` asks for the connection to be closed: the rest of the body was not read."""
 

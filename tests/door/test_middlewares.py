@@ -111,6 +111,25 @@ async def test_a_preflight_opens_no_other_door(door: Running) -> None:
     assert (await door.nobody.get("/metrics", headers=asked)).status_code == 401
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_browser_starts_nothing_for_another_page(site: str) -> None:
+    """A server without keys on one's own machine: any page could send it a simple request, without a preflight."""
+    async with serving(settings=ApiSettings(cors_origins=(HOME,))) as door:
+
+        async def ask(method: str, path: str, **headers: str) -> int:
+            body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}'
+            return (await door.nobody.request(method, path, content=body, headers=headers)).status_code
+
+        foreign = {"Sec-Fetch-Site": site, "Origin": "https://evil.example"}
+        assert await ask("POST", CHAT, **foreign) == 403
+        assert await ask("POST", "/v1/sessions", **{"Sec-Fetch-Site": site}) == 403
+        assert await ask("DELETE", "/v1/sessions/x", **foreign) == 403
+        assert await ask("GET", "/", **foreign) == 200  # a link to the page
+        assert await ask("POST", CHAT, **{**foreign, **ORIGIN}) == 200
+        for own in ({"Sec-Fetch-Site": "same-origin", "Origin": door.url}, {"Sec-Fetch-Site": "none"}, {}):
+            assert await ask("POST", CHAT, **own) == 200
+
+
 async def test_without_the_flag_there_is_no_cors() -> None:
     async with serving(ann={}) as door:
         refused = await preflight(door, HOME)
