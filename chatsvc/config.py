@@ -61,7 +61,9 @@ class ServeConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
         "auto", "Model", "weights and KV (auto: float32 on CPU)"
     )
-    quantization: Literal["auto", "none", "int8"] = _field("auto", "Model", "auto is none in this version")
+    quantization: Literal["auto", "none", "int8"] = _field(
+        "auto", "Model", "int8: faster linear layers on a CPU, no longer exact; auto: none"
+    )
     max_model_len: int | None = _field(None, "Model", "longest sequence [the model's, or what the pool holds]", ge=2)
     seed: int | None = _field(None, "Model", "base of the seeds of requests that bring none [random]", ge=0, lt=2**63)
     chat_template: Path | None = _field(None, "Model", "file with a Jinja chat template [the model's own]")
@@ -134,7 +136,6 @@ class ServeConfig(BaseModel):
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"--block-size {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         later = {
-            "--quantization int8": self.quantization == "int8",
             f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
             f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
             "--tensor-parallel-size": self.tensor_parallel_size != 1,

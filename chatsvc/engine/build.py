@@ -18,7 +18,7 @@ from chatsvc.modelfiles import ModelFiles, fingerprint
 from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.base import CausalLM
-from chatsvc.models.loader import load_config, load_model
+from chatsvc.models.loader import load_config, open_model
 from chatsvc.runtime import kv
 from chatsvc.runtime.clock import ClockExecutor, clock_tokens
 from chatsvc.runtime.executor import Executor
@@ -89,7 +89,8 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
     device = device_of()
     dtype = dtype_of(config, device)
     threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or usable_cpus()
-    backend = make_backend(config.attention_backend, device, dtype=dtype, threads=threads)
+    int8 = config.quantization == "int8"
+    backend = make_backend(config.attention_backend, device, dtype=dtype, threads=threads, int8=int8)
     local = LocalConfig(
         block_size=config.block_size,
         kv_cache_memory=config.kv_bytes,
@@ -109,16 +110,13 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
         )
 
     def load() -> tuple[CausalLM | FusedModel, AttentionBackend]:
+        torch.set_num_threads(1)  # for the compiled step, which has threads of its own; torch's would be in their way
+        opened = open_model(files)
+        fused = backend.load(opened, dtype) if isinstance(backend, FusingBackend) else None
+        if fused is not None:
+            return fused, backend
         torch.set_num_threads(threads)
-        model = load_model(files, dtype=dtype, device=device)
-        if isinstance(backend, FusingBackend):
-            fused = backend.fuse(model)
-            if fused is not model:
-                # The compiled step has threads of its own, and torch's would be in their way; what torch still does
-                # between two steps is small.
-                torch.set_num_threads(1)
-                return fused, backend
-        return model, backend
+        return opened.read(dtype, device), backend
 
     return LocalExecutor(local, load)
 

@@ -1,4 +1,4 @@
-"""A Llama-family model in float32 as one native call per step."""
+"""A Llama-family model as one native call per step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from chatsvc.models.attention.base import KVCache, StepLayout
-from chatsvc.models.llama import LlamaModel
+from chatsvc.models.cpu_weights import KINDS, Weights
+from chatsvc.models.rotary import Rotary
 from kernels.cpu.library import Library, Model, Sequences, Shape
 
 
@@ -18,17 +19,19 @@ class CpuModel:
     loop beside it, hundreds of times a step. Here that happens once.
 
     Args:
-        model: float32 on a CPU; may be dropped afterwards.
+        weights: may be dropped afterwards.
         threads: of the step; they sleep between steps.
+        int8: linear layers multiply whole numbers: faster, and no longer exact.
 
     Raises:
         MemoryError: there is no room for the packed weights.
+        ModelError: a file ends too early.
     """
 
-    def __init__(self, library: Library, model: LlamaModel, threads: int) -> None:
-        config, weights = model.config, model.weights
-        self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
-        self._rotary = model.rotary
+    def __init__(self, library: Library, weights: Weights, rotary: Rotary, threads: int, int8: bool = False) -> None:
+        config = weights.config
+        self.shape, self.dtype, self.device = config.shape, torch.float32, torch.device("cpu")
+        self._rotary = rotary
         self._library = library
         self._stepped = False
         self._packed = Model(
@@ -45,21 +48,21 @@ class CpuModel:
             ),
             threads,
         )
-        for index, layer in enumerate(weights.layers):
-            for kind, linear in (("qkv", layer.qkv), ("o", layer.o), ("gate_up", layer.gate_up), ("down", layer.down)):
-                self._packed.linear(index, kind, _plain(linear.weight), _plain_or_none(linear.bias))
-            self._packed.norms(
-                index,
-                _plain(layer.input_norm),
-                _plain(layer.post_norm),
-                _plain_or_none(layer.q_norm),
-                _plain_or_none(layer.k_norm),
-            )
-        tied = weights.lm_head is weights.embed
-        self._packed.linear(0, "head", _plain(weights.lm_head), None)
-        if not tied:
-            self._packed.linear(0, "embed", _plain(weights.embed), None)
-        self._packed.finish(_plain(weights.norm), tied)
+        for layer in range(config.num_layers):
+            for kind in KINDS:
+                self._packed.linear(layer, kind, *weights.linear(layer, kind), whole=int8)
+            norms = weights.norms(layer)
+            self._packed.norms(layer, norms.input, norms.post, norms.q, norms.k)
+        norm, head, embed = weights.last()
+        self._packed.linear(0, "head", head, None, whole=int8)
+        if not weights.tied:
+            self._packed.linear(0, "embed", embed, None)
+        self._packed.finish(norm, weights.tied)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        return self._packed.weight_bytes
 
     def step(
         self, ids: Sequence[int], positions: Sequence[int], layout: StepLayout, wanted: list[int], cache: KVCache
@@ -82,11 +85,3 @@ class CpuModel:
 def sequences_of(layout: StepLayout) -> Sequences:
     """The same four lists under the kernels' own name."""
     return Sequences(layout.query_lens, layout.seq_lens, layout.block_tables, layout.slot_mapping)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
-
-
-def _plain_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else _plain(tensor)

@@ -13,7 +13,18 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from chatsvc.errors import ModelError
 from chatsvc.ggufmeta import read_gguf_head
 from chatsvc.models.dequant import SUPPORTED, dequantize
-from chatsvc.models.rawfile import read_rows
+from chatsvc.models.rawfile import map_rows, read_rows
+from kernels.cpu.library import Rows
+
+# What the CPU kernels read as it lies.
+_PLAIN = {
+    GGMLQuantizationType.F32: "f32",
+    GGMLQuantizationType.F16: "f16",
+    GGMLQuantizationType.BF16: "bf16",
+    GGMLQuantizationType.Q8_0: "q8_0",
+    GGMLQuantizationType.Q4_0: "q4_0",
+    GGMLQuantizationType.Q4_1: "q4_1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,16 @@ class GGUFTensor:
         )
         for start, count, raw in pieces:
             rows[start : start + count] = dequantize(raw, self.type).view(count, width)
+
+    def rows(self) -> Rows:
+        """See :class:`chatsvc.models.weights.FileTensor`."""
+        count, width = self.shape
+        if (name := _PLAIN.get(self.type)) is None:
+            out = torch.empty(self.shape)
+            self.read_into(out)
+            return Rows.of(out)
+        data = map_rows(self.path, self.name, offset=self.offset, rows=count, row_bytes=self.row_bytes)
+        return Rows.at(name, width, data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from chatsvc.errors import ModelError
 from chatsvc.models.config import ModelConfig, RopeScaling, yarn_attention_factor
 from chatsvc.models.gguf_file import GGUFFile, GGUFTensor
-from chatsvc.models.llama import LlamaModel
-from chatsvc.models.weights import FileTensor, allocate, check
+from chatsvc.models.weights import FileTensor, OpenModel, opened
+from kernels.cpu.library import Rows
 
 # llama.cpp has no architecture of its own for Mistral: its files say "llama".
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -125,23 +125,19 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     return config
 
 
-def load_gguf(file: GGUFFile, dtype: torch.dtype, device: torch.device) -> LlamaModel:
-    """Read all weights, one tensor at a time.
+def open_gguf(file: GGUFFile) -> OpenModel:
+    """Look at all tensors.
 
     Raises:
         ModelError: see :func:`gguf_config`; or tensors are missing, left over, or have wrong shapes.
     """
     config = gguf_config(file)
-    weights, slots = allocate(config, dtype, device)
     tensors: dict[str, FileTensor] = {}
     for tensor in file.tensors.values():
         if tensor.name != _ROPE_FREQS:
             name = _hf_name(tensor.name)
             tensors[name] = _unpermuted(tensor, config) if config.architecture == "llama" else tensor
-    check(slots, tensors, _gguf_name)
-    for name, slot in slots.items():
-        tensors[name].read_into(slot)
-    return LlamaModel(config, weights, _rope_freqs(file, config))
+    return opened(config, tensors, _rope_freqs(file, config), _gguf_name)
 
 
 class _Keys:
@@ -281,3 +277,7 @@ class _Unpermuted:
         self.tensor.read_into(out)
         pairs = out.view(self.heads, -1, 2, *self.shape[1:])
         out.copy_(pairs.transpose(1, 2).reshape(self.shape))
+
+    def rows(self) -> Rows:
+        order = np.arange(self.shape[0]).reshape(self.heads, -1, 2).transpose(0, 2, 1).reshape(-1)
+        return self.tensor.rows().reordered(order)

@@ -10,9 +10,8 @@ import torch
 
 from chatsvc.models.config import ModelConfig
 from chatsvc.models.hf_config import parse_hf_config
-from chatsvc.models.llama import LlamaModel
 from chatsvc.models.safetensors_dir import read_json, read_tables
-from chatsvc.models.weights import FileTensor, allocate, check
+from chatsvc.models.weights import FileTensor, OpenModel, opened
 
 _LOG = logging.getLogger(__name__)
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,8 +26,8 @@ def hf_config(directory: Path) -> ModelConfig:
     return parse_hf_config(read_json(directory / "config.json"))
 
 
-def load_hf(directory: Path, dtype: torch.dtype, device: torch.device) -> LlamaModel:
-    """Read all weights, one tensor at a time.
+def open_hf(directory: Path) -> OpenModel:
+    """Look at all tensors.
 
     The output layer is chosen as transformers 5 does: ``tie_word_embeddings`` ties it to the embedding unless the file
     has both with different values; with only one of the two in the file, that one is both.
@@ -41,21 +40,21 @@ def load_hf(directory: Path, dtype: torch.dtype, device: torch.device) -> LlamaM
     tensors: dict[str, FileTensor] = {
         name: tensor for name, tensor in read_tables(directory).items() if not name.endswith("rotary_emb.inv_freq")
     }
-    tied = config.tie_word_embeddings
-    if tied and _LM_HEAD in tensors:
-        if _EMBED in tensors:
-            # Which of the two is meant is seen only when both are read.
-            config = dataclasses.replace(config, tie_word_embeddings=False)
-        else:
+    if config.tie_word_embeddings and _LM_HEAD in tensors:
+        if _EMBED not in tensors:
             tensors[_EMBED] = tensors.pop(_LM_HEAD)
-    weights, slots = allocate(config, dtype, device)
-    check(slots, tensors, lambda name: name)
-    for name, slot in slots.items():
-        tensors[name].read_into(slot)
-    if tied and not config.tie_word_embeddings:
-        if torch.equal(weights.embed, weights.lm_head):
-            config = dataclasses.replace(config, tie_word_embeddings=True)
-            weights = dataclasses.replace(weights, lm_head=weights.embed)
+        elif _equal(tensors[_EMBED], tensors[_LM_HEAD]):
+            del tensors[_LM_HEAD]
         else:
             _LOG.warning("tie_word_embeddings is true, but the file has another %s: that one is used", _LM_HEAD)
-    return LlamaModel(config, weights)
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+    return opened(config, tensors)
+
+
+def _equal(a: FileTensor, b: FileTensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    values = torch.empty(2, *a.shape)
+    a.read_into(values[0])
+    b.read_into(values[1])
+    return torch.equal(values[0], values[1])

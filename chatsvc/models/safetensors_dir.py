@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from chatsvc.errors import ModelError
-from chatsvc.models.rawfile import read_rows
+from chatsvc.models.rawfile import map_rows, read_rows
+from kernels.cpu.library import Rows
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}  # what the CPU kernels read as it lies
 _MAX_TABLE = 100_000_000
 
 
@@ -52,6 +54,16 @@ class SafeTensor:
         )
         for start, count, raw in pieces:
             rows[start : start + count] = torch.from_numpy(raw).view(self.dtype).view(count, width)
+
+    def rows(self) -> Rows:
+        """See :class:`chatsvc.models.weights.FileTensor`."""
+        count, width = self.shape
+        if (name := _PLAIN.get(self.dtype)) is None or self.offset % self.dtype.itemsize:
+            out = torch.empty(self.shape)
+            self.read_into(out)
+            return Rows.of(out)
+        row_bytes = width * self.dtype.itemsize
+        return Rows.at(name, width, map_rows(self.path, self.name, offset=self.offset, rows=count, row_bytes=row_bytes))
 
 
 def read_tables(directory: Path) -> dict[str, SafeTensor]:

@@ -1,15 +1,17 @@
-"""Where every tensor of a file goes: fused, allocated once, filled in place."""
+"""Tensors of files, and where each of them goes: fused, allocated once, filled in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from chatsvc.errors import ModelError
 from chatsvc.models.config import ModelConfig
-from chatsvc.models.llama import LayerWeights, Linear, ModelWeights
+from chatsvc.models.llama import LayerWeights, Linear, LlamaModel, ModelWeights
+from kernels.cpu.library import Rows
 
 
 class FileTensor(Protocol):
@@ -21,6 +23,31 @@ class FileTensor(Protocol):
     def read_into(self, out: torch.Tensor) -> None:
         """Fill ``out``, which has this shape and any float dtype."""
         ...
+
+    def rows(self) -> Rows:
+        """A matrix for the CPU kernels: as it lies in the file, mapped, where they know its format; else float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model whose files have been looked at; every tensor is there and has its shape, and none has been read.
+
+    Attributes:
+        tensors: under transformers' names.
+        rope_factors: [D // 2] divisors of the rotary frequencies, or None.
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, FileTensor]
+    rope_factors: torch.Tensor | None = None
+
+    def read(self, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+        """All weights, tensor by tensor, in memory of ``dtype``. Raises: ModelError."""
+        weights, slots = allocate(self.config, dtype, device)
+        for name, slot in slots.items():
+            self.tensors[name].read_into(slot)
+        return LlamaModel(self.config, weights, self.rope_factors)
 
 
 def allocate(
@@ -68,6 +95,18 @@ def allocate(
     if not config.tie_word_embeddings:
         lm_head = slots["lm_head.weight"] = empty(config.vocab_size, hidden)
     return ModelWeights(embed, tuple(layers), norm, lm_head), slots
+
+
+def opened(
+    config: ModelConfig,
+    tensors: Mapping[str, FileTensor],
+    rope_factors: torch.Tensor | None = None,
+    rename: Callable[[str], str] = str,
+) -> OpenModel:
+    """The model of these tensors. Raises: ModelError: see :func:`check`."""
+    _, slots = allocate(config, torch.float32, torch.device("meta"))
+    check(slots, tensors, rename)
+    return OpenModel(config, tensors, rope_factors)
 
 
 def check(slots: Mapping[str, torch.Tensor], tensors: Mapping[str, FileTensor], rename: Callable[[str], str]) -> None:

@@ -1,7 +1,7 @@
 """Does a compiled library compute? ``python -m kernels.cpu.check LIBRARY``: run once after it is built.
 
-A minute part of what the tests do: that every tile gives one row the same bits, and that linear layers and attention
-agree with float64.
+A minute part of what the tests do: that every tile gives one row the same bits, that whole numbers are multiplied
+exactly, and that linear layers and attention agree with float64.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ def check(path: Path) -> None:
     for rows in range(1, 26):
         assert torch.equal(library.linear(x[:rows], weight, bias, 1), whole[:rows]), f"tile of {rows} rows"
 
+    # Numbers whose scales are 1: every sum is a whole number, and no rounding can hide a wrong one.
+    numbers, weights = (torch.randint(-127, 128, (n, 96), generator=generator).float() for n in (20, 70))
+    numbers[:, ::32] = weights[:, ::32] = 127
+    want = numbers.long() @ weights.long().T
+    for rows in range(1, 21):
+        got = library.linear(numbers[:rows], weights, None, 2, whole=True)
+        assert torch.equal(got.long(), want[:rows]), f"whole numbers, {rows} rows"
+
     pool = torch.full((20, 1, 2, 8, 2, 32), float("nan"))
     tables = [list(range(1, 18)), [18, 19]]
     q, k, v = (torch.randn(131, heads, 32, generator=generator) for heads in (6, 2, 2))
@@ -32,10 +40,10 @@ def check(path: Path) -> None:
     step = Sequences([130, 1], [130, 1], tables, slots)
     out = torch.full_like(q, float("nan"))
     Attention(library, 2)(step.pack(), 2, q, k, v, pool, 0, 0.2, out)
-    want = reference.paged_attention(
+    exact = reference.paged_attention(
         q.double(), pool[:, 0, 0].double(), pool[:, 0, 1].double(), tables, [130, 1], [130, 1], 0.2
     )
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -11,26 +11,94 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_P, _L, _I, _F, _D = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_simd": (ctypes.c_char_p, []),
+    "ck_whole_simd": (ctypes.c_char_p, []),
     "ck_trim": (None, []),
     "ck_model_new": (_P, [_P, _F, _I]),
     "ck_model_free": (None, [_P]),
-    "ck_model_linear": (_I, [_P, _L, _I, _L, _L, _P, _P]),
+    "ck_model_linear": (_I, [_P, _L, _I, _L, _L, _I, _P, _P, _I]),
+    "ck_model_bytes": (_L, [_P]),
     "ck_model_norms": (None, [_P, _L, _P, _P, _P, _P]),
     "ck_model_finish": (None, [_P, _P, _I]),
     "ck_model_forward": (_I, [_P, _P, _L, _L, _L, _P, _P, _L, _P]),
     "ck_attention_new": (_P, [_I]),
     "ck_attention_free": (None, [_P]),
     "ck_attention": (_I, [_P, _P, _L, _L, _P, _L, _P, _L, _P, _L, _P, _P, _L, _F, _P]),
-    "ck_linear": (None, [_I, _P, _L, _P, _P, _L, _L, _P, _I]),
+    "ck_linear": (_D, [_I, _P, _L, _I, _P, _P, _L, _L, _I, _P, _I]),
 }
+# As in matrix.h; and the bytes of a row of k numbers.
+SOURCES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 numbers
+_NUMBER_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _KINDS = ("qkv", "o", "gate_up", "down", "head", "embed")
+
+
+class Rows:
+    """Weights [out, in] as they lie in memory, or in a mapped file: where each output's row is.
+
+    Attributes:
+        format: f32, f16, bf16, or llama.cpp's q8_0, q4_0, q4_1; all rows have the same.
+        k: numbers of a row.
+        pointers: [out] addresses.
+    """
+
+    def __init__(self, fmt: str, k: int, pointers: Array, keep: Sequence[object]) -> None:
+        self.format = fmt
+        self.k = k
+        self.pointers = np.ascontiguousarray(pointers, dtype=np.int64)
+        self._keep = keep  # whatever the addresses point into
+
+    @classmethod
+    def at(cls, fmt: str, k: int, data: Array) -> Rows:
+        """Rows of ``data`` [out, bytes], uint8.
+
+        Raises: ValueError: a format or a length that the kernels do not know.
+        """
+        if fmt not in SOURCES or data.shape[1] != row_bytes(fmt, k):
+            raise ValueError(f"{data.shape[1]} bytes are no row of {k} numbers in {fmt}")
+        assert data.dtype == np.uint8 and data.strides[1] == 1
+        starts = data.ctypes.data + np.arange(data.shape[0], dtype=np.int64) * data.strides[0]
+        return cls(fmt, k, starts, [data])
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Rows:
+        """Of a contiguous tensor on the CPU: float32, float16 or bfloat16."""
+        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+        assert weight.is_contiguous() and weight.device.type == "cpu"
+        n, k = weight.shape
+        starts = weight.data_ptr() + np.arange(n, dtype=np.int64) * k * weight.itemsize
+        return cls(names[weight.dtype], k, starts, [weight])
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Rows]) -> Rows:
+        """All rows of all parts, which have one format and one length."""
+        first = parts[0]
+        assert all((part.format, part.k) == (first.format, first.k) for part in parts)
+        return cls(first.format, first.k, np.concatenate([part.pointers for part in parts]), parts)
+
+    def reordered(self, order: Array) -> Rows:
+        """The same rows: output i is now row ``order[i]``."""
+        return Rows(self.format, self.k, self.pointers[order], self._keep)
+
+    def __len__(self) -> int:
+        return len(self.pointers)
+
+    @property
+    def source(self) -> int:
+        return SOURCES.index(self.format)
+
+
+def row_bytes(fmt: str, k: int) -> int:
+    """Bytes of a row of k numbers."""
+    return _NUMBER_BYTES[fmt] * k if fmt in _NUMBER_BYTES else k // 32 * _BLOCK_BYTES[fmt]
 
 
 class Library:
@@ -56,13 +124,43 @@ class Library:
         """The instruction set that was compiled for: avx512, avx2 or generic."""
         return str(self.ck_simd().decode())
 
+    @property
+    def whole_simd(self) -> str:
+        """What multiplies whole numbers: avx512-vnni, avx-vnni or plain (the vector unit, without an own
+        instruction for it)."""
+        return str(self.ck_whole_simd().decode())
+
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, repeat: int = 1
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | Rows,
+        bias: torch.Tensor | None,
+        threads: int,
+        repeat: int = 1,
+        whole: bool = False,
     ) -> torch.Tensor:
         """x [T, in] times weight [out, in], plus bias [out]; for tests and benches."""
-        y = torch.full((x.shape[0], weight.shape[0]), float("nan"))
-        self.ck_linear(threads, _at(x), x.shape[0], _at(weight), _at(bias), *weight.shape, _at(y), repeat)
-        return y
+        return self.timed_linear(x, weight, bias, threads, repeat, whole)[0]
+
+    def timed_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | Rows,
+        bias: torch.Tensor | None,
+        threads: int,
+        repeat: int,
+        whole: bool,
+    ) -> tuple[torch.Tensor, float]:
+        """The product, and the seconds of the fastest of ``repeat``."""
+        rows = weight if isinstance(weight, Rows) else Rows.of(weight)
+        y = torch.full((x.shape[0], len(rows)), float("nan"))
+        seconds = self.ck_linear(
+            threads, _at(x), x.shape[0], rows.source, rows.pointers.ctypes.data, _at(bias),
+            len(rows), x.shape[1], int(whole), _at(y), repeat,
+        )  # fmt: skip
+        if seconds < 0:
+            raise MemoryError("no memory for packed weights")
+        return y, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +272,34 @@ class Model:
         if getattr(self, "_handle", None):
             self._lib.ck_model_free(self._handle)
 
-    def linear(self, layer: int, kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """``kind``: qkv, o, gate_up (weight [2 * intermediate, hidden]), down; head, embed (layer unused)."""
-        rows, k = weight.shape
-        n = rows // 2 if kind == "gate_up" else rows
-        if self._lib.ck_model_linear(self._handle, layer, _KINDS.index(kind), n, k, _at(weight), _at(bias)):
+    def linear(
+        self, layer: int, kind: str, weight: torch.Tensor | Rows, bias: torch.Tensor | None, whole: bool = False
+    ) -> None:
+        """``kind``: qkv, o, gate_up (weight [2 * intermediate, hidden]), down; head, embed (layer unused).
+
+        ``whole``: products in whole numbers, both sides in int8 (weights that come in 4 bits stay in 4). Otherwise they
+        are float32, from weights that are kept as they come.
+        """
+        rows = weight if isinstance(weight, Rows) else Rows.of(weight)
+        n = len(rows) // 2 if kind == "gate_up" else len(rows)
+        failed = self._lib.ck_model_linear(
+            self._handle,
+            layer,
+            _KINDS.index(kind),
+            n,
+            rows.k,
+            rows.source,
+            rows.pointers.ctypes.data,
+            _at(bias),
+            int(whole),
+        )
+        if failed:
             raise MemoryError(f"no memory for the packed weights of {kind}, layer {layer}")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all packed matrices."""
+        return int(self._lib.ck_model_bytes(self._handle))
 
     def norms(
         self, layer: int, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor | None, k: torch.Tensor | None

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from chatsvc.models.base import CausalLM, ModelShape
+from chatsvc.models.weights import OpenModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,10 @@ class FusedModel(Protocol):
 @runtime_checkable
 class FusingBackend(Protocol):
     """An attention backend that can take a model over."""
+
+    def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:
+        """A fused model straight from the files, or None when this kind is the caller's to read."""
+        ...
 
     def fuse(self, model: CausalLM | FusedModel) -> CausalLM | FusedModel:
         """A fused copy of the model (the original may then be dropped), or the model itself when it cannot be."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,13 @@ from chatsvc.models.attention.base import FusedModel, KVCache, StepLayout
 from chatsvc.models.attention.torch_backend import TorchBackend
 from chatsvc.models.base import CausalLM
 from chatsvc.models.cpu_step import CpuModel, sequences_of
+from chatsvc.models.cpu_weights import FileWeights, MemoryWeights, Weights
 from chatsvc.models.llama import LlamaModel
+from chatsvc.models.rotary import Rotary
+from chatsvc.models.weights import OpenModel
 from kernels.cpu.library import Attention, Library
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +40,36 @@ class CpuBackend:
 
     Args:
         threads: None: as many as this process may use.
+        int8: models that are taken over multiply whole numbers in their linear layers.
     """
 
-    name = "cpu"
-
-    def __init__(self, library: Library, threads: int | None = None) -> None:
+    def __init__(self, library: Library, threads: int | None = None, int8: bool = False) -> None:
+        self.name = "cpu-int8" if int8 else "cpu"  # also tells caches on disk apart
         self.library = library
         self.threads = threads or _usable_cpus()
+        self.int8 = int8
         self._torch = TorchBackend()
         self._attention: Attention | None = None
+
+    def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:
+        """The model packed straight from its files, or None: the caller reads it. Raises: ModelError, MemoryError."""
+        if dtype != torch.float32:
+            return None
+        began = time.perf_counter()
+        packed = self._pack(FileWeights(model), Rotary(model.config, torch.device("cpu"), model.rope_factors))
+        how = f"int8 products ({self.library.whole_simd})" if self.int8 else f"float32 products ({self.library.simd})"
+        seconds = time.perf_counter() - began
+        log.info("weights: %d MiB, packed in %.2f s, %s", packed.weight_bytes >> 20, seconds, how)
+        return packed
 
     def fuse(self, model: CausalLM | FusedModel) -> CausalLM | FusedModel:
         """The model packed for a step in one call, or the model itself when the kernels do not know its kind."""
         if isinstance(model, LlamaModel) and model.dtype == torch.float32 and model.device.type == "cpu":
-            return CpuModel(self.library, model, self.threads)
+            return self._pack(MemoryWeights(model), model.rotary)
         return model
+
+    def _pack(self, weights: Weights, rotary: Rotary) -> CpuModel:
+        return CpuModel(self.library, weights, rotary, self.threads, self.int8)
 
     def prepare(self, layout: StepLayout, cache: KVCache) -> Any:
         """See :class:`AttentionBackend`."""

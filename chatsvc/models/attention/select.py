@@ -21,7 +21,12 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def make_backend(
-    name: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32, threads: int | None = None
+    name: str,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    int8: bool = False,
 ) -> AttentionBackend:
     """The backend called ``name`` (one of :data:`BACKENDS`) for tensors on ``device``.
 
@@ -32,11 +37,14 @@ def make_backend(
     Args:
         dtype: of the model.
         threads: of the compiled CPU kernels; None: as many as this process may use.
+        int8: linear layers in whole numbers, which the compiled CPU kernels do and nobody else.
 
     Raises:
         ConfigError: unknown name, or this machine cannot run it; the message says what would help.
     """
     device = torch.device(device)
+    if int8:
+        return _int8_backend(name, device, dtype, threads)
     if name == "auto":
         if device.type == "cpu" and dtype == torch.float32:
             return _best_on_cpu(threads)
@@ -57,6 +65,20 @@ def _cpu_backend(device: torch.device, threads: int | None) -> AttentionBackend:
         return CpuBackend(Library(ensure()), threads)
     except (BuildError, OSError) as e:
         raise ConfigError(f"--attention-backend cpu: {e}; use torch (or auto)") from e
+
+
+def _int8_backend(name: str, device: torch.device, dtype: torch.dtype, threads: int | None) -> AttentionBackend:
+    if name not in ("auto", "cpu"):
+        raise ConfigError(
+            f"--quantization int8 is done by the compiled CPU kernels: it cannot go with --attention-backend {name}"
+        )
+    if device.type != "cpu" or dtype != torch.float32:
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--quantization int8 is for float32 on a CPU; the model would be {kind} on {device.type}")
+    try:
+        return CpuBackend(Library(ensure()), threads, int8=True)
+    except (BuildError, OSError) as e:
+        raise ConfigError(f"--quantization int8 needs the compiled CPU kernels: {e}") from e
 
 
 def _best_on_cpu(threads: int | None) -> AttentionBackend:

@@ -1,8 +1,8 @@
 // The C interface that kernels/cpu/library.py calls. No torch headers: raw pointers in, so one build serves every torch.
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <exception>
-
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -34,7 +34,8 @@ const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
 }  // namespace
 
 API const char* ck_simd() { return SIMD_NAME; }
-API int ck_version() { return 1; }
+// How whole numbers are multiplied.
+API const char* ck_whole_simd() { return whole_simd(); }
 
 // Gives freed memory back to the system: what a loader used for weights that have been packed since.
 API void ck_trim() {
@@ -52,22 +53,27 @@ API void* ck_model_new(const long* shape, float eps, int threads) {
 }
 API void ck_model_free(void* model) { delete static_cast<Model*>(model); }
 
-// which: 0 qkv, 1 o, 2 gate_up, 3 down of a layer; 4 head, 5 embed. Returns 0, or 1 when there is no memory.
-API int ck_model_linear(void* handle, long layer, int which, long n, long k, const float* weight, const float* bias) {
+// which: 0 qkv, 1 o, 2 gate_up, 3 down of a layer; 4 head, 5 embed. rows: where each output's weights lie, in the format
+// `source`; whole: products in whole numbers. Returns 0, or 1 when there is no memory.
+API int ck_model_linear(void* handle, long layer, int which, long n, long k, int source, const void* const* rows,
+                        const float* bias, int whole) {
     auto& model = *static_cast<Model*>(handle);
     Matrix* m = which == 4 ? &model.head : which == 5 ? &model.embed : nullptr;
     if (!m) {
         auto& l = model.layers[layer];
         m = which == 0 ? &l.qkv : which == 1 ? &l.o : which == 2 ? &l.gate_up : &l.down;
     }
-    m->n = n, m->k = k, m->pairs = which == 2;
+    m->n = n, m->k = k, m->pairs = which == 2, m->whole = whole != 0;
+    model.whole = model.whole || m->whole;
     try {
-        m->pack(weight, bias, model.pool, model.arena);
+        m->pack(static_cast<Source>(source), rows, bias, model.pool, model.arena);
     } catch (const std::exception&) {
         return 1;
     }
     return 0;
 }
+// Bytes that the packed weights take.
+API long ck_model_bytes(void* handle) { return static_cast<Model*>(handle)->arena.taken(); }
 API void ck_model_norms(void* handle, long layer, const float* input, const float* post, const float* q, const float* k) {
     auto& model = *static_cast<Model*>(handle);
     auto& l = model.layers[layer];
@@ -135,14 +141,30 @@ API int ck_attention(void* handle, const long* ints, long tokens, long count, co
     return 0;
 }
 
-// y [rows, n] = x [rows, k] W^T (+ bias), for tests and the bench. Packs W anew each time.
-API void ck_linear(int threads, const float* x, long rows, const float* weight, const float* bias, long n, long k,
-                   float* y, int repeat) {
-    Pool pool(threads);
-    Matrix m;
-    m.n = n, m.k = k;
-    Arena arena;
-    m.pack(weight, bias, pool, arena);
-    for (int i = 0; i < repeat; ++i)
-        pool.run(1, [&](Worker& w) { linear(w, m, x, k, rows, y, n, Then::store, nullptr, [] {}); });
+// y [rows, n] = x [rows, k] W^T (+ bias), for tests and the bench. Packs W anew each time; returns the seconds of the
+// fastest of `repeat` products, or -1.
+API double ck_linear(int threads, const float* x, long rows, int source, const void* const* weights, const float* bias,
+                     long n, long k, int whole, float* y, int repeat) {
+    try {
+        Pool pool(threads);
+        Matrix m;
+        m.n = n, m.k = k, m.whole = whole != 0;
+        Arena arena;
+        m.pack(static_cast<Source>(source), weights, bias, pool, arena);
+        Rows8 x8;
+        if (m.whole) x8.shape(rows, k);
+        for (long r = 0; m.whole && r < rows; ++r) x8.set(r, x + r * k);
+        std::vector<Buffers> buffers(threads);
+        double best = 1e9;
+        for (int i = 0; i < repeat; ++i) {
+            const auto began = std::chrono::steady_clock::now();
+            pool.run(1, [&](Worker& w) {
+                linear(w, {m, x, k, &x8, rows, y, n, Then::store}, buffers, nullptr, [] {});
+            });
+            best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+        }
+        return best;
+    } catch (const std::exception&) {
+        return -1;
+    }
 }

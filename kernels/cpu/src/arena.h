@@ -13,13 +13,15 @@ class Arena {
         for (void* p : chunks_) std::free(p);
     }
     // Aligned to a cache line; throws std::bad_alloc.
-    float* take(long floats) {
-        const long bytes = (floats * 4 + LINE - 1) / LINE * LINE;
+    void* take(long bytes) {
+        bytes = (bytes + LINE - 1) / LINE * LINE;
         if (bytes > left_) grow(bytes);
-        float* p = reinterpret_cast<float*>(next_);
-        next_ += bytes, left_ -= bytes;
+        void* p = next_;
+        next_ += bytes, left_ -= bytes, taken_ += bytes;
         return p;
     }
+
+    long taken() const { return taken_; }
 
   private:
     // Ordinary pages: huge ones make a step 2% faster, and a start seconds slower where the system must first find them.
@@ -33,5 +35,5 @@ class Arena {
     }
     std::vector<void*> chunks_;
     char* next_ = nullptr;
-    long left_ = 0;
+    long left_ = 0, taken_ = 0;
 };

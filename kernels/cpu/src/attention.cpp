@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "linear.h"
+#include "tile.h"
 
 namespace {
 

@@ -1,27 +1,12 @@
-// y = x W^T in float32. Every output is one chain of fused multiply-adds over k, ascending, from zero: the same in every
-// tile, so a row's bits depend on nothing but that row and W.
+// y = x W^T. In float32 every output is one chain of fused multiply-adds over k, ascending, from zero; in whole numbers
+// (linear8.cpp) it is one sum over groups, ascending. Either is the same in every tile, so a row's bits depend on nothing
+// but that row and W.
 #pragma once
 #include <functional>
+#include <vector>
 
-#include "arena.h"
+#include "matrix.h"
 #include "pool.h"
-#include "simd.h"
-
-// A linear layer's weights, [n, k], packed as panels [ceil(n / NR)][k][NR]: a vector lane is an output, k runs in memory.
-// With `pairs` the matrix is gate over up ([2n, k] packed so that a panel holds VL gates and their VL ups).
-struct Matrix {
-    long n = 0, k = 0;  // outputs (of a pair: one), inputs
-    bool pairs = false;
-    float* panels = nullptr;
-    float* bias = nullptr;  // packed like a panel with k = 1, or null
-
-    long count() const { return (n + (pairs ? VL : NR) - 1) / (pairs ? VL : NR); }
-    const float* panel(long i) const { return panels + i * k * NR; }
-    // `arena` owns the packed weights.
-    void pack(const float* weight, const float* bias, Pool& pool, Arena& arena);
-    // weight[row, 0..k) back from the panels
-    void row(long row, float* out) const;
-};
 
 enum class Then {
     store,   // y = acc + bias
@@ -29,31 +14,50 @@ enum class Then {
     swiglu,  // y = silu(gate) * up
 };
 
-// All threads call it together. x [rows, k] with ldx, y [rows, n] with ldy. `next`: what is read after this, or null.
-// `last` is called once, when y is complete.
-void linear(Worker& w, const Matrix& m, const float* x, long ldx, long rows, float* y, long ldy, Then then,
-            const Matrix* next, const std::function<void()>& last);
+// Rows of x in whole numbers: x = scale * number for each GROUP of a row, the largest at 127. Inputs past k are zero.
+class Rows8 {
+  public:
+    // Room for `rows` of `k` inputs each.
+    void shape(long rows, long k);
+    // A row with a NaN or an infinity in it has NaN for scales.
+    void set(long row, const float* x);
 
-// acc[m][0..W) = sum over kk of a[m * lda + kk] * row(kk)[0 .. W * VL), kk ascending. `fetch()` is called between: the
-// place to ask for what comes next, while this is computed.
-template <int M, int W, class Row, class Fetch>
-static inline __attribute__((always_inline)) void tile(const float* a, long lda, Row&& row, long k, vf (&acc)[M][W],
-                                                       Fetch&& fetch) {
-    for (int m = 0; m < M; ++m)
-        for (int i = 0; i < W; ++i) acc[m][i] = v_zero();
-    const float* p[(M + 2) / 3];  // every third row: the others are one or two strides away, which addressing modes do
-    for (int i = 0; i < (M + 2) / 3; ++i) p[i] = a + 3 * i * lda;
-    for (long kk = 0; kk < k; ++kk) {
-        fetch();
-        const float* b = row(kk);
-        vf v[W];
-#pragma GCC unroll 4
-        for (int i = 0; i < W; ++i) v[i] = v_load(b + i * VL);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) {
-            vf x = v_set(p[m / 3][(m % 3) * lda + kk]);
-#pragma GCC unroll 4
-            for (int i = 0; i < W; ++i) acc[m][i] = v_fma(x, v[i], acc[m][i]);
-        }
-    }
-}
+    long k = 0, groups = 0;  // k: rounded up to whole groups
+    const std::int8_t* row(long r) const { return numbers_.data() + r * k; }
+    const float* scales(long r) const { return scales_.data() + r * groups; }
+    const float* totals(long r) const { return totals_.data() + r * groups; }        // scale * sum of the numbers
+    const std::int32_t* sums(long r) const { return sums_.data() + r * groups; }
+
+  private:
+    long given_ = 0;
+    std::vector<std::int8_t> numbers_;
+    std::vector<float> scales_, totals_;
+    std::vector<std::int32_t> sums_;
+};
+
+constexpr long BAND = 96;  // rows that are done before the next panel: a multiple of this, whole tiles of every kind
+static_assert(BAND % MR == 0);
+
+// What the phases of one thread need for themselves.
+struct Buffers {
+    std::vector<float> panel;  // weights of one panel in float32
+};
+
+// x [rows, k] with row stride ldx, or the same in x8 where the matrix is `whole`; y [rows, n] with row stride ldy.
+struct Product {
+    const Matrix& m;
+    const float* x;
+    long ldx;
+    const Rows8* x8;
+    long rows;
+    float* y;
+    long ldy;
+    Then then;
+};
+// All threads call it together. `next`: what is read after this, or null. `last` is called once, when y is complete.
+void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Matrix* next,
+            const std::function<void()>& last);
+// The same of rows [first, first + count) and one panel in whole numbers, by this thread.
+void linear8(const Product& p, long panel, long first, long count, const char* ahead);
+// How it does them: avx512-vnni, avx-vnni or "plain".
+const char* whole_simd();

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define SIMD_NAME "avx512"
 constexpr int VL = 16;
@@ -30,12 +30,13 @@ static inline vf v_keep(vf a, int n, vf b) { return _mm512_mask_blend_ps(v_first
 static inline vf v_load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(v_first(n), p); }
 static inline void v_store_n(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, v_first(n), v); }
 
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define SIMD_NAME "avx2"
 constexpr int VL = 8;
 constexpr int MR = 6;
 using vf = __m256;
+using vi = __m256i;
 static inline vf v_zero() { return _mm256_setzero_ps(); }
 static inline vf v_set(float x) { return _mm256_set1_ps(x); }
 static inline vf v_load(const float* p) { return _mm256_loadu_ps(p); }
@@ -59,6 +60,7 @@ static inline void v_store_n(float* p, vf v, int n) { _mm256_maskstore_ps(p, v_f
 constexpr int VL = 4;
 constexpr int MR = 8;
 typedef float vf __attribute__((vector_size(16)));
+typedef std::int32_t vi __attribute__((vector_size(16)));
 #define LANES for (int i = 0; i < VL; ++i)
 static inline vf v_zero() { return vf{}; }
 static inline vf v_set(float x) { return vf{x, x, x, x}; }
@@ -135,7 +137,7 @@ static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // dst[i * ld + j] = rows[j][i] for i < n, j < VL.
 static inline void transpose(const float* const* rows, long n, float* dst, long ld) {
     long i = 0;
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
     for (; i + 16 <= n; i += 16) {
         __m512 a[16], b[16];
         for (int j = 0; j < 16; ++j) a[j] = _mm512_loadu_ps(rows[j] + i);
@@ -159,7 +161,7 @@ static inline void transpose(const float* const* rows, long n, float* dst, long 
             _mm512_storeu_ps(dst + (i + j + 12) * ld, _mm512_shuffle_f32x4(hi, hi2, 0xdd));
         }
     }
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
     for (; i + 8 <= n; i += 8) {
         __m256 a[8], b[8];
         for (int j = 0; j < 8; ++j) a[j] = _mm256_loadu_ps(rows[j] + i);

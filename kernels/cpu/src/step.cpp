@@ -5,8 +5,8 @@
 #include "rows.h"
 
 namespace {
-constexpr int PHASES = 10;     // of one layer, at most
-constexpr long ALONE = 10000;  // floats that one thread normalises faster than several agree on it
+constexpr int PHASES = 12;     // of one layer, at most
+constexpr long ALONE = 10000;  // floats that one thread goes through faster than several agree on it
 }
 
 void Model::reserve(long tokens) {
@@ -15,6 +15,10 @@ void Model::reserve(long tokens) {
     };
     grow(hidden_, shape.hidden), grow(normed_, shape.hidden), grow(attended_, shape.heads * shape.dim);
     grow(qkv_, (shape.heads + 2 * shape.kv_heads) * shape.dim), grow(inner_, shape.intermediate);
+    buffers_.resize(pool.size());
+    if (!whole) return;
+    normed8_.shape(tokens, shape.hidden), attended8_.shape(tokens, shape.heads * shape.dim);
+    inner8_.shape(tokens, shape.intermediate);
 }
 
 void Model::forward(const Step& step) {
@@ -47,42 +51,59 @@ void Model::run(Worker& w, const Step& step) {
     long rows = step.sequences.tokens;
     // What works row by row is too little for several threads when there are few rows: the thread that finishes the
     // phase before does it on its way.
-    auto alone = [&] { return rows * hidden <= ALONE; };
-    auto norm_row = [&](const std::vector<float>& weight, long r) {
-        rms_norm(hidden_.data() + r * hidden, weight.data(), shape.eps, hidden, normed_.data() + r * hidden);
+    auto alone = [&](long width) { return rows * width <= ALONE; };
+    auto each_alone = [&](long width, auto&& f) {
+        for (long r = 0; alone(width) && r < rows; ++r) f(r);
     };
-    auto norm_alone = [&](const std::vector<float>& weight) {
-        for (long r = 0; alone() && r < rows; ++r) norm_row(weight, r);
+    auto each_together = [&](long width, auto&& f) {
+        if (!alone(width)) w.each(rows, f);
     };
-    auto norm_together = [&](const std::vector<float>& weight) {
-        if (!alone()) w.each(rows, [&](long r) { norm_row(weight, r); });
+    auto norm_for = [&](const Matrix& next, const std::vector<float>& weight) {
+        return [&](long r) {
+            rms_norm(hidden_.data() + r * hidden, weight.data(), shape.eps, hidden, normed_.data() + r * hidden);
+            if (next.whole) normed8_.set(r, normed_.data() + r * hidden);
+        };
+    };
+    auto multiply = [&](const Matrix& m, const float* x, const Rows8& x8, float* y, Then then, const Matrix& next,
+                        auto&& last) {
+        linear(w, {m, x, m.k, &x8, rows, y, m.n, then}, buffers_, &next, last);
     };
 
     w.each(
         rows, [&](long r) { (tied ? head : embed).row(step.ids[r], hidden_.data() + r * hidden); },
-        [&] { norm_alone(layers[0].input_norm); });
+        [&] { each_alone(hidden, norm_for(layers[0].qkv, layers[0].input_norm)); });
     for (long i = 0; i < shape.layers; ++i) {
         const Layer& layer = layers[i];
         const bool final = i + 1 == shape.layers;
-        norm_together(layer.input_norm);
-        linear(w, layer.qkv, normed_.data(), hidden, rows, qkv_.data(), qkv_width, Then::store, &layer.o, [&] {
-            for (long r = 0; alone() && r < rows; ++r) place(layer, step, i, r);
-        });
-        if (!alone()) w.each(rows, [&](long r) { place(layer, step, i, r); });
+        const Matrix& after = final ? head : layers[i + 1].qkv;
+        const auto& after_norm = final ? norm : layers[i + 1].input_norm;
+        auto place_row = [&](long r) { place(layer, step, i, r); };
+        auto attended_row = [&](long r) { attended8_.set(r, attended_.data() + r * q_width); };
+        auto inner_row = [&](long r) { inner8_.set(r, inner_.data() + r * shape.intermediate); };
+
+        each_together(hidden, norm_for(layer.qkv, layer.input_norm));
+        multiply(layer.qkv, normed_.data(), normed8_, qkv_.data(), Then::store, layer.o,
+                 [&] { each_alone(hidden, place_row); });
+        each_together(hidden, place_row);
         plan_.run(w, qkv_.data(), qkv_width, step.pages, i, scale, attended_.data(), [&] {
             if (final) gather(step);
+            const long kept = final ? step.rows : rows;
+            for (long r = 0; layer.o.whole && kept * q_width <= ALONE && r < kept; ++r) attended_row(r);
         });
         if (final) rows = step.rows;
-        linear(w, layer.o, attended_.data(), q_width, rows, hidden_.data(), hidden, Then::add, &layer.gate_up,
-               [&] { norm_alone(layer.post_norm); });
-        norm_together(layer.post_norm);
-        linear(w, layer.gate_up, normed_.data(), hidden, rows, inner_.data(), shape.intermediate, Then::swiglu, &layer.down,
-               [] {});
-        linear(w, layer.down, inner_.data(), shape.intermediate, rows, hidden_.data(), hidden, Then::add,
-               final ? &head : &layers[i + 1].qkv, [&] { norm_alone(final ? norm : layers[i + 1].input_norm); });
+        if (layer.o.whole) each_together(q_width, attended_row);
+        multiply(layer.o, attended_.data(), attended8_, hidden_.data(), Then::add, layer.gate_up,
+                 [&] { each_alone(hidden, norm_for(layer.gate_up, layer.post_norm)); });
+        each_together(hidden, norm_for(layer.gate_up, layer.post_norm));
+        multiply(layer.gate_up, normed_.data(), normed8_, inner_.data(), Then::swiglu, layer.down, [&] {
+            if (layer.down.whole) each_alone(shape.intermediate, inner_row);
+        });
+        if (layer.down.whole) each_together(shape.intermediate, inner_row);
+        multiply(layer.down, inner_.data(), inner8_, hidden_.data(), Then::add, after,
+                 [&] { each_alone(hidden, norm_for(after, after_norm)); });
     }
-    norm_together(norm);
-    linear(w, head, normed_.data(), hidden, rows, step.logits, shape.vocab, Then::store, &layers[0].qkv, [] {});
+    each_together(hidden, norm_for(head, norm));
+    multiply(head, normed_.data(), normed8_, step.logits, Then::store, layers[0].qkv, [] {});
 }
 
 // What follows the last attention works row by row, and only these rows are asked for: they come to the front. They

@@ -39,6 +39,7 @@ class Model {
     Matrix embed;    // read row by row; empty when tied to head
     Matrix head;
     bool tied = false;
+    bool whole = false;  // some matrix is
 
   private:
     void reserve(long tokens);
@@ -47,5 +48,7 @@ class Model {
     void place(const Layer& layer, const Step& step, long index, long token);
 
     AttentionPlan plan_;
+    std::vector<Buffers> buffers_;
     std::vector<float> hidden_, normed_, qkv_, attended_, inner_;
+    Rows8 normed8_, attended8_, inner8_;  // the same, where the next matrix is `whole`
 };

@@ -1,0 +1,134 @@
+// y = x W^T with x and W in whole numbers. The products of a group are summed exactly (int32: any order will do), then
+// groups are merged in ascending order: acc = fma(sum, scale of W * scale of x, acc), and in q4 also
+// acc = fma(least of W, total of x, acc). Every variant does exactly this, so tiles and instruction sets for whole numbers
+// are free to differ.
+#include <algorithm>
+#include <cmath>
+
+#include "linear.h"
+#include "store.h"
+
+namespace {
+
+constexpr int MR8 = VL == 16 ? 6 : VL == 8 ? 3 : 4;  // rows of the largest tile: two sums for each accumulator
+
+// One output vector's share of a group: its scale times the row's, then the sums.
+static inline vf merged(vf acc, vi sum, vf weight_scale, float row_scale) {
+    return v_fma(i_float(sum), weight_scale * v_set(row_scale), acc);
+}
+
+vi four(const std::int8_t* p) {
+    std::int32_t word;
+    std::memcpy(&word, p, 4);
+    return i_set(word);
+}
+
+template <int M, bool Q4>
+void block(const Product& p, long panel, long row, const char* ahead, long step) {
+    const Matrix& m = p.m;
+    const Rows8& x = *p.x8;
+    const std::int8_t* numbers[M];
+    vf acc[M][2];
+    for (int i = 0; i < M; ++i) numbers[i] = x.row(row + i), acc[i][0] = acc[i][1] = v_zero();
+    const unsigned char* group = m.panel(panel);
+    for (long g = 0; g < x.groups; ++g, group += m.group_bytes()) {
+        vi sum[M][2];
+        for (int i = 0; i < M; ++i) sum[i][0] = sum[i][1] = i_set(Q4 ? 0 : -128 * x.sums(row + i)[g]);
+        const unsigned char* bytes = group + NR * (Q4 ? 4 : 2);
+        for (long j = 0; j < step; j += 64) prefetch(ahead + j);
+        ahead += step;
+#pragma GCC unroll 8
+        for (long i4 = 0; i4 < GROUP / 4; ++i4) {
+            vi w0, w1;
+            if (Q4) {
+                const vi both = i_load(bytes + i4 * VL * 4);
+                w0 = i_low(both), w1 = i_high(both);
+            } else {
+                w0 = i_load(bytes + i4 * NR * 4), w1 = i_load(bytes + i4 * NR * 4 + VL * 4);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < M; ++i) {
+                const vi v = four(numbers[i] + g * GROUP + i4 * 4);
+                sum[i][0] = Q4 ? dot_u4(sum[i][0], w0, v) : dot_u8(sum[i][0], w0, v);
+                sum[i][1] = Q4 ? dot_u4(sum[i][1], w1, v) : dot_u8(sum[i][1], w1, v);
+            }
+        }
+        const std::uint16_t* scales = reinterpret_cast<const std::uint16_t*>(group);
+        for (int half = 0; half < 2; ++half) {
+            const vf scale = h_load(scales + half * VL);
+            for (int i = 0; i < M; ++i) acc[i][half] = merged(acc[i][half], sum[i][half], scale, x.scales(row + i)[g]);
+            if (!Q4) continue;
+            const vf least = h_load(scales + NR + half * VL);
+            for (int i = 0; i < M; ++i) acc[i][half] = v_fma(least, v_set(x.totals(row + i)[g]), acc[i][half]);
+        }
+    }
+    store<M>(p, panel, row, acc);
+}
+
+using Block = void (*)(const Product&, long, long, const char*, long);
+template <bool Q4, int... I>
+constexpr Block pick(int m, std::integer_sequence<int, I...>) {
+    constexpr Block table[] = {block<I + 1, Q4>...};
+    return table[m - 1];
+}
+
+}  // namespace
+
+void Rows8::shape(long rows, long inputs) {
+    given_ = inputs, groups = (inputs + GROUP - 1) / GROUP, k = groups * GROUP;
+    auto grow = [](auto& v, long size) {
+        if (static_cast<long>(v.size()) < size) v.resize(size);
+    };
+    grow(numbers_, rows * k), grow(scales_, rows * groups), grow(totals_, rows * groups), grow(sums_, rows * groups);
+}
+
+void Rows8::set(long row, const float* x) {
+    std::int8_t* to = numbers_.data() + row * k;
+    for (long g = 0; g < groups; ++g, x += GROUP, to += GROUP) {
+        const long there = std::min(GROUP, given_ - g * GROUP);
+        vf v[GROUP / VL], most = v_zero(), ill = v_zero();
+        for (long i = 0; i < GROUP / VL; ++i) {
+            v[i] = v_load_n(x + i * VL, static_cast<int>(there - i * VL));
+            most = v_max(v_max(v[i], v_zero() - v[i]), most);
+            ill = v_fma(v[i], v_zero(), ill);  // 0, or NaN
+        }
+        const float largest = v_most(most), scale = largest / 127.0f;
+        // Smaller ones would have no finite inverse, and nothing to say.
+        const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+        std::int32_t sum = 0;
+        alignas(64) float rounded[GROUP];
+        for (long i = 0; i < GROUP / VL; ++i) {
+            vf n = v_max(v_min(v_round(v[i] * v_set(inverse)), v_set(127.0f)), v_set(-127.0f));
+            v_store(rounded + i * VL, n);
+        }
+        for (long i = 0; i < GROUP; ++i) to[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(rounded[i])), sum += to[i];
+        const long at = row * groups + g;
+        scales_[at] = scale + v_sum(ill);
+        totals_[at] = scales_[at] * static_cast<float>(sum);
+        sums_[at] = sum;
+    }
+}
+
+void linear8(const Product& p, long panel, long first, long count, const char* ahead) {
+    const Matrix& m = p.m;
+    const bool q4 = m.format == Format::q4;
+    const long tiles = (count + MR8 - 1) / MR8, step = (m.group_bytes() / tiles + 63) / 64 * 64;
+    constexpr auto sizes = std::make_integer_sequence<int, MR8>();
+    long row = first;
+    for (long t = 0; t < tiles; ++t) {
+        int size = static_cast<int>((first + count - row + tiles - t - 1) / (tiles - t));
+        (q4 ? pick<true>(size, sizes) : pick<false>(size, sizes))(p, panel, row, ahead, step);
+        ahead += m.groups() * step;
+        row += size;
+    }
+}
+
+const char* whole_simd() {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return "avx512-vnni";
+#elif defined(__AVXVNNI__)
+    return "avx-vnni";
+#else
+    return "plain";
+#endif
+}

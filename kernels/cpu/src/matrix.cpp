@@ -1,0 +1,204 @@
+#include "matrix.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+using Byte = unsigned char;
+
+std::uint16_t half_at(const Byte* p) {
+    std::uint16_t h;
+    std::memcpy(&h, p, 2);
+    return h;
+}
+std::uint32_t word_at(const Byte* p) {
+    std::uint32_t w;
+    std::memcpy(&w, p, 4);
+    return w;
+}
+
+// Input i of a row of single numbers.
+float number(Source source, const void* row, long i) {
+    if (source == Source::f32) return static_cast<const float*>(row)[i];
+    const std::uint16_t bits = static_cast<const std::uint16_t*>(row)[i];
+    return source == Source::f16 ? half_to_float(bits) : bfloat_to_float(bits);
+}
+
+// One group of one output: what llama.cpp calls a block, or what quantising makes.
+struct Block {
+    std::uint16_t scale, least;
+    std::uint32_t words[GROUP / 4];  // four neighbouring inputs each, a byte for one
+};
+
+Block q4_block(const Byte* from, bool with_least) {
+    Block b{half_at(from), 0, {}};
+    b.least = with_least ? half_at(from + 2) : float_to_half(-8.0f * half_to_float(b.scale));
+    const Byte* bytes = from + (with_least ? 4 : 2);
+    for (int i = 0; i < 4; ++i) {
+        const std::uint32_t w = word_at(bytes + 4 * i);
+        b.words[i] = w & 0x0f0f0f0fu, b.words[4 + i] = w >> 4 & 0x0f0f0f0fu;
+    }
+    return b;
+}
+
+Block q8_block(const Byte* from) {
+    Block b{half_at(from), 0, {}};
+    for (int i = 0; i < GROUP / 4; ++i) b.words[i] = word_at(from + 2 + 4 * i) ^ 0x80808080u;
+    return b;
+}
+
+Block quantised(Source source, const void* row, long first, long count) {
+    float x[GROUP], most = 0;
+    for (long i = 0; i < GROUP; ++i) {
+        x[i] = i < count ? number(source, row, first + i) : 0.0f;
+        most = std::max(most, std::fabs(x[i]));
+    }
+    Block b{float_to_half(most / 127.0f), 0, {}};
+    const float scale = half_to_float(b.scale), inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    for (int i = 0; i < GROUP; ++i) {
+        const int q = static_cast<int>(std::lrintf(std::min(127.0f, std::max(-127.0f, x[i] * inverse))));
+        b.words[i / 4] |= static_cast<std::uint32_t>(q + 128) << 8 * (i % 4);
+    }
+    return b;
+}
+
+Block block_of(Source source, const void* row, long group, long k) {
+    const Byte* bytes = static_cast<const Byte*>(row);
+    switch (source) {
+        case Source::q8_0: return q8_block(bytes + group * 34);
+        case Source::q4_0: return q4_block(bytes + group * 18, false);
+        case Source::q4_1: return q4_block(bytes + group * 20, true);
+        default: return quantised(source, row, group * GROUP, std::min(GROUP, k - group * GROUP));
+    }
+}
+
+void put(Format format, Byte* group, long lane, const Block& b) {
+    std::memcpy(group + 2 * lane, &b.scale, 2);
+    if (format == Format::q8) {
+        for (long i = 0; i < GROUP / 4; ++i) std::memcpy(group + NR * 2 + (i * NR + lane) * 4, &b.words[i], 4);
+        return;
+    }
+    std::memcpy(group + NR * 2 + 2 * lane, &b.least, 2);
+    for (long i = 0; i < GROUP / 4; ++i) {
+        Byte* at = group + NR * 4 + (i * VL + lane % VL) * 4;
+        const std::uint32_t w = lane < VL ? b.words[i] : word_at(at) | b.words[i] << 4;
+        std::memcpy(at, &w, 4);
+    }
+}
+
+Format format_of(Source source, bool whole) {
+    switch (source) {
+        case Source::q8_0: return Format::q8;
+        case Source::q4_0:
+        case Source::q4_1: return Format::q4;
+        default: break;
+    }
+    if (whole) return Format::q8;
+    return source == Source::f32 ? Format::f32 : source == Source::f16 ? Format::f16 : Format::bf16;
+}
+
+template <class T>
+void pack_numbers(const void* const* rows, long k, T* to) {
+    for (long kk = 0; kk < k; ++kk)
+        for (long j = 0; j < NR; ++j) to[kk * NR + j] = rows[j] ? static_cast<const T*>(rows[j])[kk] : T(0);
+}
+
+void unpack_q8(const Byte* group, float* out) {
+    const std::uint16_t* scales = reinterpret_cast<const std::uint16_t*>(group);
+    const vf s0 = h_load(scales), s1 = h_load(scales + VL);
+    const vf z0 = s0 * v_set(-128.0f), z1 = s1 * v_set(-128.0f);  // exact, and so is the fma
+    for (long i = 0; i < GROUP / 4; ++i) {
+        const vi w0 = i_load(group + NR * 2 + i * NR * 4), w1 = i_load(group + NR * 2 + i * NR * 4 + VL * 4);
+        for (int j = 0; j < 4; ++j, out += NR) {
+            v_store(out, v_fma(i_byte(w0, 8 * j), s0, z0));
+            v_store(out + VL, v_fma(i_byte(w1, 8 * j), s1, z1));
+        }
+    }
+}
+
+void unpack_q4(const Byte* group, float* out) {
+    const std::uint16_t* scales = reinterpret_cast<const std::uint16_t*>(group);
+    const vf s0 = h_load(scales), s1 = h_load(scales + VL), l0 = h_load(scales + NR), l1 = h_load(scales + NR + VL);
+    for (long i = 0; i < GROUP / 4; ++i) {
+        const vi w = i_load(group + NR * 4 + i * VL * 4);
+        for (int j = 0; j < 4; ++j, out += NR) {
+            // scale * number is exact: whatever adds the least value rounds once, as the format's definition does
+            v_store(out, v_fma(i_nibble(w, 8 * j), s0, l0));
+            v_store(out + VL, v_fma(i_nibble(w, 8 * j + 4), s1, l1));
+        }
+    }
+}
+
+}  // namespace
+
+void Matrix::pack(Source source, const void* const* rows, const float* given_bias, Pool& pool, Arena& arena) {
+    format = format_of(source, whole);
+    panels = static_cast<Byte*>(arena.take(count() * panel_bytes()));
+    // The weight row of lane `lane` of panel `p`, or -1.
+    auto place = [&](long p, long lane) {
+        const long out = p * width() + lane % width();
+        return out >= n ? -1 : out + (pairs && lane >= VL ? n : 0);
+    };
+    pool.run(1, [&](Worker& w) {
+        w.each(count(), [&](long p) {
+            Byte* to = panels + p * panel_bytes();
+            const void* from[NR];
+            for (long lane = 0; lane < NR; ++lane) from[lane] = place(p, lane) < 0 ? nullptr : rows[place(p, lane)];
+            const bool all = std::all_of(from, from + NR, [](const void* row) { return row; });
+            if (format == Format::f32 && all) {
+                float* floats = reinterpret_cast<float*>(to);
+                for (long half = 0; half < NR; half += VL)
+                    transpose(reinterpret_cast<const float* const*>(from + half), k, floats + half, NR);
+            } else if (format == Format::f32) {
+                pack_numbers(from, k, reinterpret_cast<float*>(to));
+            } else if (format != Format::q8 && format != Format::q4) {
+                pack_numbers(from, k, reinterpret_cast<std::uint16_t*>(to));
+            } else {
+                for (long g = 0; g < groups(); ++g)
+                    for (long lane = 0; lane < NR; ++lane)
+                        put(format, to + g * group_bytes(), lane, from[lane] ? block_of(source, from[lane], g, k) : Block{});
+            }
+        });
+    });
+    if (!given_bias) return;
+    bias = static_cast<float*>(arena.take(count() * NR * 4));
+    for (long p = 0; p < count(); ++p)
+        for (long lane = 0; lane < NR; ++lane) bias[p * NR + lane] = place(p, lane) < 0 ? 0.0f : given_bias[place(p, lane)];
+}
+
+void Matrix::row(long row, float* out) const {
+    const Byte* from = panel(row / NR);
+    const long lane = row % NR;
+    for (long kk = 0; kk < k; ++kk) {
+        const Byte* group = from + kk / GROUP * group_bytes();
+        const long at = kk % GROUP / 4, byte = kk % 4;
+        switch (format) {
+            case Format::f32: out[kk] = reinterpret_cast<const float*>(from)[kk * NR + lane]; break;
+            case Format::f16: out[kk] = half_to_float(reinterpret_cast<const std::uint16_t*>(from)[kk * NR + lane]); break;
+            case Format::bf16: out[kk] = bfloat_to_float(reinterpret_cast<const std::uint16_t*>(from)[kk * NR + lane]); break;
+            case Format::q8:
+                out[kk] = half_to_float(half_at(group + 2 * lane)) *
+                          static_cast<float>(group[NR * 2 + (at * NR + lane) * 4 + byte] - 128);
+                break;
+            case Format::q4: {
+                const int both = group[NR * 4 + (at * VL + lane % VL) * 4 + byte], q = lane < VL ? both & 15 : both >> 4;
+                out[kk] = half_to_float(half_at(group + 2 * lane)) * static_cast<float>(q) +
+                          half_to_float(half_at(group + NR * 2 + 2 * lane));
+                break;
+            }
+        }
+    }
+}
+
+void Matrix::unpack(long index, long first, long count, float* out) const {
+    const Byte* from = panel(index);
+    if (format == Format::q8 || format == Format::q4) {
+        for (long g = first / GROUP; g * GROUP < first + count; ++g, out += GROUP * NR)
+            (format == Format::q8 ? unpack_q8 : unpack_q4)(from + g * group_bytes(), out);
+        return;
+    }
+    const std::uint16_t* halves = reinterpret_cast<const std::uint16_t*>(from) + first * NR;
+    for (long i = 0; i < count * NR; i += VL)
+        v_store(out + i, format == Format::f16 ? h_load(halves + i) : b_load(halves + i));
+}

@@ -1,0 +1,49 @@
+// A linear layer's weights, packed: in float32, or as they lie in the file, which is exact and takes a half to an eighth
+// of the bytes. What is in the file is a number for each weight, or one for each and a scale (and least value) for each
+// GROUP along k; float32 comes out of it by the arithmetic that the file's format defines, a panel at a time.
+#pragma once
+#include <cstdint>
+
+#include "arena.h"
+#include "bytes.h"
+#include "pool.h"
+
+constexpr long GROUP = 32;  // weights of a row that have a scale in common, as in llama.cpp's formats
+
+// Rows of weights as they come: float32, half precisions, or blocks of GROUP of llama.cpp's formats.
+enum class Source { f32, f16, bf16, q8_0, q4_0, q4_1 };
+
+// How they lie here. A panel holds NR outputs, and k runs in memory:
+//   f32, f16, bf16: [k][NR]
+//   q8: [groups] of { f16 scale [NR], bytes [GROUP / 4][NR][4] }, weight = scale * (byte - 128)
+//   q4: [groups] of { f16 scale [NR], f16 least [NR], bytes [GROUP / 4][VL][4] }, weight = scale * half byte + least;
+//       the low halves are the outputs 0 .. VL, the high ones VL .. NR
+enum class Format { f32, f16, bf16, q8, q4 };
+
+// With `pairs` the matrix is gate over up ([2n, k] packed so that a panel holds VL gates and their VL ups).
+// `whole`: its products are taken in whole numbers (linear8.cpp); the format is q8 or q4 then.
+struct Matrix {
+    long n = 0, k = 0;  // outputs (of a pair: one), inputs
+    bool pairs = false, whole = false;
+    Format format = Format::f32;
+    unsigned char* panels = nullptr;
+    float* bias = nullptr;  // packed like a panel with k = 1, or null
+
+    long width() const { return pairs ? VL : NR; }
+    long count() const { return (n + width() - 1) / width(); }
+    long groups() const { return (k + GROUP - 1) / GROUP; }
+    long group_bytes() const { return format == Format::q8 ? NR * (2 + GROUP) : NR * (4 + GROUP / 2); }
+    long panel_bytes() const {
+        if (format == Format::f32) return k * NR * 4;
+        return format == Format::q8 || format == Format::q4 ? groups() * group_bytes() : k * NR * 2;
+    }
+    const unsigned char* panel(long i) const { return panels + i * panel_bytes(); }
+
+    // rows[i]: where output i's weights lie, gates before ups. `arena` owns what is packed. Files in q4 or q8 stay as they
+    // are; to be `whole` the others become q8: byte = weight / scale to nearest, scale = largest / 127.
+    void pack(Source source, const void* const* rows, const float* bias, Pool& pool, Arena& arena);
+    // weight[row, 0..k) in float32
+    void row(long row, float* out) const;
+    // [count, NR] float32 of a panel from input `first` on; of q4 and q8 in whole groups
+    void unpack(long panel, long first, long count, float* out) const;
+};
