@@ -44,7 +44,7 @@ PASTED = "sk-chatsvc-somebody-pasted-the-key-itself"
     ("text", "words"),
     [
         ("", "from 1 to"),
-        ("key = []", "from 1 to 4096"),
+        ("key = []", "from 1 to 1024"),
         ("[[keys]]\nname='a'", "nothing but"),
         ("key = 3", "from 1 to"),
         ("[[key]]\nname='a'", "key 1: sha256 is missing"),

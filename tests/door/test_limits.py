@@ -22,6 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SHORT = {"messages": MESSAGES, "max_tokens": 3, "ignore_eos": True}
 ENDLESS = {"messages": MESSAGES, "max_tokens": 4000, "ignore_eos": True}
+TRACE = "00-" + "a1" * 16 + "-" + "b2" * 8 + "-01"
 PER_MINUTE = "requests_per_minute"
 KEYS: dict[str, dict[str, Any]] = {
     "slow": {PER_MINUTE: 2},
@@ -33,6 +34,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "three": {"max_concurrent": 2},
     "four": {"max_concurrent": 2},
     "heavy": {"max_concurrent": 4},
+    "one": {"max_concurrent": 1},
     "free": {},
 }
 
@@ -244,3 +246,37 @@ async def test_SF_05_a_batch_job_does_not_keep_others_waiting(door: Running) -> 
     statuses = [answer.status_code for answer in await asyncio.gather(*jobs)]
     assert set(statuses) == {200, 429} and door.running("heavy") == 0
     assert statuses.count(200) >= 4
+
+
+async def test_OB_04_every_end_has_its_id_and_its_line(door: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Over quota, too late before and after the first byte, left: no prompt in it, and whose it was."""
+    caplog.set_level("INFO", "chatsvc.access")
+    http = door["one"]
+    late = {"X-Request-Timeout": "0.1"}
+    async with http.stream(
+        "POST", CHAT, json={**ENDLESS, "stream": True}, headers={"X-Request-Id": "ob-left"}
+    ) as response:
+        await anext(response.aiter_lines())
+        over = await http.post(CHAT, json=SHORT, headers={"X-Request-Id": "ob-over"})
+        assert (over.status_code, over.headers["x-request-id"]) == (429, "ob-over")
+    await door.until(lambda: door.running("one") == 0)
+    answer = await http.post(CHAT, json=ENDLESS, headers={"X-Request-Id": "ob-late", **late})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (408, "ob-late")
+    body = {**ENDLESS, "stream": True}
+    answer = await http.post(CHAT, json=body, headers={"X-Request-Id": "ob-cut", **late, "traceparent": TRACE})
+    assert "event: error" in answer.text and answer.headers["x-request-id"] == "ob-cut"
+
+    def lines() -> dict[str, dict[str, Any]]:
+        found = [json.loads(r.getMessage()) for r in caplog.records if '"ob-' in r.getMessage()]
+        return {line["request_id"]: line for line in found}
+
+    await door.until(lambda: len(lines()) == 4)
+    told = {name: (x["status"], x["outcome"], x.get("finish")) for name, x in lines().items()}
+    assert told == {
+        "ob-over": (429, "refused", None),
+        "ob-left": (200, "client_gone", ["abort"]),
+        "ob-late": (408, "refused", ["error"]),
+        "ob-cut": (200, "error", ["error"]),
+    }
+    assert all(x["key"] == "one" for x in lines().values()) and lines()["ob-cut"]["trace_id"] == TRACE.split("-")[1]
+    assert MESSAGES[0]["content"] not in {str(v) for x in lines().values() for v in x.values()}

@@ -172,6 +172,22 @@ async def test_a_cancel_is_seen_at_once_and_reaches_the_engine() -> None:
         assert await metric(engine, "kv_blocks", state="used") == 0
 
 
+async def test_SH_08_an_end_with_an_error_is_seen_at_once_and_reaches_the_engine() -> None:
+    async with remote(0.02) as engine:
+        a = ask(engine, "a", max_tokens=500)
+        await until(lambda: a.logs[0].tokens)
+        a.cancel("too late", 408)
+        a.cancel()  # the first end counts
+        log = a.logs[0]
+        assert (log.finish_reason, log.error, log.error_status) == ("error", "too late", 408)
+        told = log.token_ids
+        await until(lambda: engine.num_requests == 0)
+        assert log.token_ids == told == truth([0, 1, 2], len(told))
+        async with asyncio.timeout(10):
+            while await metric(engine, "kv_blocks", state="used"):  # until the step under way is over
+                await asyncio.sleep(0.01)
+
+
 async def test_what_was_held_back_is_shown_when_an_answer_is_cut() -> None:
     async with remote(0.05, "emoji") as engine:
         cut = ask(engine, "cut", max_tokens=500, stop=("🚀🚀🚀🚀x",))
