@@ -154,7 +154,7 @@ const refused = () => json(401, { error: { message: "An API key is needed" } });
   await tick();
   assert.deepEqual([dialog.shown, settings.apiKey, settings.remember], [2, "sk-new", true]);
   dialog.answer("", "");
-  await assert.rejects(one, (e) => e.status === 401 && /needed/.test(e.message));
+  await assert.rejects(one, (e) => e.status === 401 && /settings/.test(e.message));
   answers.push(refused());
   await assert.rejects(api.models(), (e) => e.status === 401); // and is not asked again at every turn
   assert.equal(dialog.shown, 2);

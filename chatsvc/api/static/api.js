@@ -93,7 +93,8 @@ async function failure(response) {
     // not ours: a proxy's page, say
   }
   const retryAfter = Number.parseInt(response.headers.get("Retry-After") || "0", 10) || 0;
-  const message = error.message || `The server answered ${response.status}.`;
+  const wanted = response.status === 401 && "This server wants an API key: enter it in the settings.";
+  const message = wanted || error.message || `The server answered ${response.status}.`;
   return new ApiError(message, response.status, { retryAfter, turnId: error.turn_id });
 }
 
