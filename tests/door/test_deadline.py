@@ -54,7 +54,7 @@ async def test_SH_08_later_it_is_an_error_event_and_no_end_that_looks_whole(door
     async with door["ann"].stream("POST", CHAT, json={**ENDLESS, "stream": True}, headers=SOON) as stream:
         text = (await stream.aread()).decode()
     events = [block for block in text.split("\n\n") if block and not block.startswith(":")]
-    assert stream.status_code == 200 and len(events) > 2
+    assert stream.status_code == 200
     assert events[-1].startswith("event: error\n") and "[DONE]" not in text and '"finish_reason":"' not in text
     assert json.loads(events[-1].split("data: ")[1])["error"]["message"] == WORDS
     await nothing_left(door)
@@ -77,7 +77,9 @@ async def test_SH_08_a_turn_ends_as_failed_and_keeps_its_text(door: Running) -> 
     answer = await door["ann"].post(f"/v1/sessions/{made}/messages", json=body, headers=SOON)
     assert answer.status_code == 200 and "event: error\n" in answer.text and WORDS in answer.text
     message = (await door["ann"].get(f"/v1/sessions/{made}")).json()["messages"][-1]
-    assert message["status"] == "failed" and message["content"] and message["finish_reason"] is None
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c.get("choices"))
+    assert (message["status"], message["content"], message["finish_reason"]) == ("failed", told, None)
     await nothing_left(door)
 
 
