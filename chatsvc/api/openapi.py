@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -48,7 +48,7 @@ class Operation:
         status: status -> words, for answers that are no errors in OpenAI's shape.
         success: the status of success.
         empty: when 204 is the answer, in words.
-        query: names of optional query parameters.
+        query: optional query parameters -> their schema.
     """
 
     method: str
@@ -62,7 +62,7 @@ class Operation:
     status: Mapping[int, str] | None = None
     success: int = 200
     empty: str | None = None
-    query: tuple[str, ...] = ()
+    query: Mapping[str, Any] = field(default_factory=dict)
 
 
 OPERATIONS = (
@@ -107,7 +107,7 @@ OPERATIONS = (
 
 
 def document(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
-    """The OpenAPI 3.1 description."""
+    """The OpenAPI 3.2 description."""
     models: dict[type[BaseModel], None] = {answers.ErrorAnswer: None}
     for operation in operations:
         models |= {m: None for m in (operation.body, operation.answer, operation.events) if m is not None}
@@ -116,7 +116,7 @@ def document(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "chatsvc", "version": __version__},
         "paths": paths,
         "components": {"schemas": components["$defs"]},
@@ -128,7 +128,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None or operation.events is None:
         content[operation.media] = {"schema": _ref(operation.answer) if operation.answer else {}}
     if operation.events is not None:
-        content["text/event-stream"] = {"itemSchema": _ref(operation.events)}
+        content["text/event-stream"] = {"itemSchema": _events(operation.events)}
     responses: dict[str, Any] = {str(operation.success): {"description": "Done", "content": content}}
     if operation.empty is not None:
         responses["204"] = {"description": operation.empty}
@@ -141,13 +141,31 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.body is not None:
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
     names = re.findall(r"{(\w+)}", operation.path)
-    parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-    parameters += [{"name": n, "in": "query", "required": False, "schema": {"type": "string"}} for n in operation.query]
+    parameters: list[dict[str, Any]] = [
+        {"name": n, "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]+$"}}
+        for n in names
+    ]
+    parameters += [{"name": n, "in": "query", "required": False, "schema": s} for n, s in operation.query.items()]
     if 408 in (operation.errors or {}):
         parameters.append(DEADLINE)
     if parameters:
         out["parameters"] = parameters
     return out
+
+
+def _events(model: type[BaseModel]) -> dict[str, Any]:
+    """A server-sent event, as OpenAPI 3.2 describes it."""
+    message = {"contentMediaType": "application/json", "contentSchema": _ref(model)}
+    failure = {"contentMediaType": "application/json", "contentSchema": _ref(answers.ErrorAnswer)}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {
+            "event": {"type": "string", "description": "error, when the data is an error object; then the stream ends"},
+            "id": {"type": "string"},
+            "data": {"type": "string", "anyOf": [message, failure, {"const": "[DONE]"}]},
+        },
+    }
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:

@@ -189,7 +189,10 @@ RESPONSE_OPERATIONS = (
         answer=ResponseObject,
         events=ResponseEvent,
         errors=MISSING | STORE | {400: PLAIN[400]},
-        query=("stream", "starting_after"),
+        query={
+            "stream": {"type": "string", "enum": ["true", "false"]},
+            "starting_after": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+        },
     ),
     Operation(
         "post",

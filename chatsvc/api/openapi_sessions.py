@@ -74,12 +74,15 @@ class TurnCancelled(Shape):
 
 
 ONE = "/v1/sessions/{id}"
+LIMIT = {"type": "integer", "minimum": 1, "maximum": 200, "default": 50}
 
 SESSION_OPERATIONS = (
     Operation(
         "post", "/v1/sessions", "Begin a session", SessionRequest, SessionCard, errors=PLAIN | STORE, success=201
     ),
-    Operation("get", "/v1/sessions", "The newest sessions", answer=SessionList, errors=PLAIN | STORE, query=("limit",)),
+    Operation(
+        "get", "/v1/sessions", "The newest sessions", answer=SessionList, errors=PLAIN | STORE, query={"limit": LIMIT}
+    ),
     Operation("get", ONE, "One session with its messages", answer=SessionCard, errors=READING),
     Operation("patch", ONE, "Another title or system prompt", SessionRequest, SessionCard, errors=PLAIN | READING),
     Operation("delete", ONE, "Delete it; a running answer ends", answer=SessionDeleted, errors=READING),

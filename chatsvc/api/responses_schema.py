@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from chatsvc.api.schema import Body, FunctionName, SamplingFields
+from chatsvc.api.schema import Body, FunctionName, SamplingFields, described, either
 from chatsvc.api.unsupported import NEUTRAL
 
 # Field -> values that ask for nothing, as in chatsvc.api.unsupported.
@@ -34,6 +34,14 @@ RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class InputItem(Body):
     """A message (``role`` and ``content``), a ``function_call`` or a ``function_call_output``."""
 
+    model_config = described(
+        anyOf=either(
+            {"type": {"enum": ["message", None]}, "role": ..., "content": ...},
+            {"type": {"const": "function_call"}, "call_id": ..., "name": ..., "arguments": ...},
+            {"type": {"const": "function_call_output"}, "call_id": ..., "output": ...},
+        )
+    )
+
     type: str | None = Field(None, description="message (default), function_call or function_call_output")
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
@@ -45,6 +53,13 @@ class InputItem(Body):
 
 class InputPart(Body):
     """A part of a content or an output: ``input_text``, or ``output_text`` and ``refusal`` of an answer."""
+
+    model_config = described(
+        anyOf=either(
+            {"type": {"enum": ["input_text", "output_text"]}, "text": ...},
+            {"type": {"const": "refusal"}, "refusal": ...},
+        )
+    )
 
     type: str
     text: str | None = None

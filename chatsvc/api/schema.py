@@ -6,11 +6,14 @@ Types are strict: ``"3"`` is not 3, ``true`` is not 1, ``1.5`` is no integer, Na
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 INT64 = 2**63
+TOKEN: JsonDict = {"type": "integer", "minimum": 0, "description": "below the size of the vocabulary"}
 
 Int64 = Annotated[int, Field(ge=-INT64, le=INT64 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -18,6 +21,22 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def described(**schema: Any) -> ConfigDict:
+    """The configuration of a body whose JSON schema says more than its fields can: what is checked elsewhere."""
+    return ConfigDict(json_schema_extra=schema)
+
+
+def either(*forms: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One of several forms: each names the fields it needs (which are not null then) and what they have to be."""
+    return [
+        {
+            "required": list(form),
+            "properties": {name: {"not": {"type": "null"}} if kind is ... else kind for name, kind in form.items()},
+        }
+        for form in forms
+    ]
 
 
 class Body(BaseModel):
@@ -79,7 +98,11 @@ class GenerateFields(SamplingFields):
 
 
 class ContentPart(Body):
-    """A part of a message's content. Only text is understood."""
+    """A part of a message's content. Only text is understood; a refusal in an answer."""
+
+    model_config = described(
+        anyOf=either({"type": {"const": "text"}, "text": ...}, {"type": {"const": "refusal"}, "refusal": ...})
+    )
 
     type: str
     text: str | None = None
@@ -102,7 +125,9 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """One message. ``developer`` counts as ``system``."""
+    """One message. ``developer`` counts as ``system``. Only the assistant's may have no content."""
+
+    model_config = described(anyOf=either({"role": {"const": "assistant"}}, {"content": ...}))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -168,12 +193,8 @@ class CompletionRequest(GenerateFields):
             "oneOf": [
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                    "minItems": 1,
-                },
+                {"type": "array", "items": TOKEN, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": TOKEN, "minItems": 1}, "minItems": 1},
             ]
         }
     )
@@ -184,6 +205,8 @@ class CompletionRequest(GenerateFields):
 
 class TokenizeRequest(Body):
     """``POST /tokenize``: either ``prompt`` or ``messages``."""
+
+    model_config = described(oneOf=either({"prompt": ...}, {"messages": ...}))
 
     model: str | None = None
     prompt: str | None = None
@@ -198,7 +221,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
 
 
 __all__ = [
