@@ -80,6 +80,17 @@ def test_SA_02_SE_01_a_bad_value_is_refused_by_name(http: httpx.Client, field: s
         assert field in refused(answer, field)
 
 
+@pytest.mark.parametrize("bias", [{str(VOCAB): 1}, {str(10**9): 1}, {"-1": 1}, {"abc": 1}, {"5": 1000}, {"5": None}])
+def test_SA_05_a_bias_outside_the_vocabulary_is_refused_and_hurts_nobody(
+    chat: Post, plain: Post, engine: ScriptedEngine, bias: dict[str, Any]
+) -> None:
+    for post in (chat, plain):
+        refused(post(logit_bias=bias), "logit_bias")
+    assert not engine.plays
+    assert chat(logit_bias={str(VOCAB - 1): 1}).status_code == chat(logit_bias=None).status_code == 200
+    assert engine.plays[0].params.logit_bias == {VOCAB - 1: 1} and engine.plays[1].params.logit_bias == {}
+
+
 @pytest.mark.parametrize("value", ["-1", "21", str(10**6), "true", "1.5"])
 def test_SE_05_OA_08_at_most_twenty_alternatives(http: httpx.Client, value: str) -> None:
     raw = f'{{"model":"tiny","messages":[{{"role":"user","content":"x"}}],"logprobs":true,"top_logprobs":{value}}}'
@@ -320,7 +331,7 @@ def test_SA_07_OA_14_bad_prompts(plain: Post, prompt: Any) -> None:
     refused(plain(prompt=prompt), "prompt")
 
 
-def test_SA_07_good_prompts(plain: Post, engine: ScriptedEngine) -> None:
+def test_SA_07_CT_01_good_prompts(plain: Post, engine: ScriptedEngine) -> None:
     for prompt, ids in (
         ("a", [[BOS, 97]]),
         ("", [[BOS]]),

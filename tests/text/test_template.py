@@ -385,7 +385,7 @@ def test_no_template_and_a_template_from_a_file(tmp_path: Path) -> None:
     assert load_template(gguf, load_tokenizer(gguf)) is None
 
 
-def test_exactly_one_bos(models: dict[str, Model]) -> None:
+def test_CT_01_exactly_one_bos(models: dict[str, Model]) -> None:
     for style in ("llama3", "mistral", "mistral-first"):
         model = models[style]
         assert model.encode([user("hi <s> <|begin_of_text|>")]).count(model.tok.bos_token_id or 0) == 1
