@@ -17,6 +17,7 @@ from chatsvc.api.search import best
 from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
 from chatsvc.engine.output import Delta, Generation, OutputLog
+from chatsvc.engine.wake import Pace
 from chatsvc.errors import ChatsvcError, EngineError, Overloaded
 
 log = logging.getLogger("chatsvc.api")
@@ -49,7 +50,7 @@ class Answer:
     async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
         """The events, one item per read of the logs. A fault ends them with one error event and no ``[DONE]``."""
         try:
-            async with closing(merged(self.generations)) as items:
+            async with closing(merged(self.generations, self.services.pace)) as items:
                 async for position, news in items:
                     if frame := self._frame(position, news):
                         yield frame
@@ -155,10 +156,10 @@ async def client_gone(request: Request) -> None:
         pass
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[Delta]]]:
+async def merged(generations: Sequence[Generation], pace: Pace | None = None) -> AsyncIterator[tuple[int, list[Delta]]]:
     """What is new, with the position of its generation."""
     if len(generations) == 1:
-        async with closing(generations[0].read()) as reads:
+        async with closing(generations[0].read(pace=pace)) as reads:
             async for news in reads:
                 yield 0, news
         return
@@ -167,7 +168,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
 
     async def pump(position: int, generation: Generation) -> None:
         try:
-            async for news in generation.read():
+            async for news in generation.read(pace=pace):
                 await queue.put((position, news))
             await queue.put(None)
         except Exception as exc:

@@ -13,6 +13,7 @@ from chatsvc.api.keys import KeySet
 from chatsvc.api.quota import Quotas
 from chatsvc.api.seeds import Seeds
 from chatsvc.engine.protocol import Engine
+from chatsvc.engine.wake import Pace
 from chatsvc.sessions.base import SessionStore
 
 P = ParamSpec("P")
@@ -30,9 +31,7 @@ class TextCodec(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def encode(
-        self, text: str, *, special: bool = False, bos: bool = False, continuing: bool = False
-    ) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = False, bos: bool = False, continuing: bool = False) -> list[int]: ...
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str: ...
 
@@ -126,6 +125,7 @@ class Services:
     store_answers: Callable[[], bool] = lambda: True
     created: int = 0
     seeds: Seeds = field(default_factory=Seeds)
+    pace: Pace = field(default_factory=Pace)
     uploads: Uploads = field(default_factory=Uploads)
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     keys: Callable[[], KeySet] | None = None

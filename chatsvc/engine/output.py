@@ -6,11 +6,11 @@ reader; a slow one takes everything since its cursor as one delta.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from chatsvc.engine.wake import Pace, Wake
 from chatsvc.scheduler.plan import SampledToken
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -76,31 +76,6 @@ class Timings:
     finished: float | None = None
 
 
-class Wake:
-    """Calling it wakes whoever waits, now or next. One waits at a time; cheaper than an ``asyncio.Event``."""
-
-    __slots__ = ("_called", "_waiter")
-
-    def __init__(self) -> None:
-        self._called = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __call__(self) -> None:
-        self._called = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until it was called since the last wait."""
-        if not self._called:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._called = False
-
-
 class Generation:
     """A running (or finished) request as its readers see it. Lives in the event loop; no locks."""
 
@@ -150,15 +125,17 @@ class Generation:
     def unwatch(self, wake: Callable[[], None]) -> None:
         self._watchers.discard(wake)
 
-    async def read(self, cursors: list[int] | None = None) -> AsyncIterator[list[Delta]]:
+    async def read(self, cursors: list[int] | None = None, pace: Pace | None = None) -> AsyncIterator[list[Delta]]:
         """News as it comes, from the given cursors (tokens already seen, one per choice; default: the start).
 
         Each item is a non-empty list with at most one :class:`Delta` per choice. Ends when every choice has ended and
-        was reported. Leaving the iterator does not cancel the generation.
+        was reported. Leaving the iterator does not cancel the generation. With a ``pace`` the first news and the end
+        come at once, and what is between as it says.
         """
         at = list(cursors) if cursors is not None else [0] * len(self.logs)
         going = list(self.logs)
-        wake = Wake()
+        begun = False
+        wake = Wake(pace, lambda: not begun or self.finished)
         self.watch(wake)
         try:
             while True:
@@ -179,11 +156,13 @@ class Generation:
                     going = [log for log in going if log.index not in told]
                 if news:
                     yield news
+                    begun = True
                 if not going:
                     return
                 await wake.wait()
         finally:
             self.unwatch(wake)
+            wake.close()
 
     async def wait(self) -> None:
         """Until every choice has ended."""
