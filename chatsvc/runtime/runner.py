@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,6 +50,18 @@ def write_blocks(cache: KVCache, ids: Sequence[int], data: bytes) -> None:
     target[torch.tensor(ids, dtype=torch.int64, device=target.device)] = blocks.to(target.device)
 
 
+Sampler = Callable[[torch.Tensor, Sequence[SamplingRow]], list[SampledToken | str]]
+
+
+def sampler_of(backend: AttentionBackend) -> Sampler:
+    """Where the backend's kernels can draw tokens, logits stay on the device."""
+    if backend.name != "triton":
+        return sample
+    from chatsvc.runtime.device_sampler import sample as sample_on_device  # noqa: PLC0415  triton is optional
+
+    return sample_on_device
+
+
 class ModelRunner:
     """Runs steps in order, and remembers of the last one what it sampled.
 
@@ -66,6 +78,7 @@ class ModelRunner:
         self.cache = cache
         self.host = host
         self._scale = model.shape.head_dim**-0.5
+        self._sample = sampler_of(backend)
         self._before: StepResult | None = None
 
     @torch.inference_mode()
@@ -113,7 +126,7 @@ class ModelRunner:
         tokens: dict[int, list[SampledToken]] = {}
         errors: dict[int, str] = {}
         if sampled:
-            for (seq_id, _), outcome in zip(sampled, sample(logits, [how for _, how in sampled]), strict=True):
+            for (seq_id, _), outcome in zip(sampled, self._sample(logits, [how for _, how in sampled]), strict=True):
                 if isinstance(outcome, str):
                     errors[seq_id] = outcome
                 else:

@@ -77,7 +77,7 @@ def _kept(row, start, size, border, ties, tied, best, rate, min_p, BLOCK: tl.con
 
 @triton.jit
 def look_kernel(logits_ptr, best_ptr, sums_ptr, stride, size, BLOCK: tl.constexpr):
-    """best [R] float32, NaN when the row has a NaN; sums [R] float64 log-sum-exp."""
+    """best [R] float32, NaN when the row has a NaN or +inf; sums [R] float64 log-sum-exp."""
     index = tl.program_id(0)
     row = logits_ptr + index.to(tl.int64) * stride
     best = tl.full((), float("-inf"), tl.float32)
@@ -85,13 +85,16 @@ def look_kernel(logits_ptr, best_ptr, sums_ptr, stride, size, BLOCK: tl.constexp
     bad = tl.full((), 0, tl.int32)
     for start in range(0, size, BLOCK):
         x = _row(row, start, size, BLOCK)
-        bad += tl.sum((x != x).to(tl.int32))
+        broken = (x != x) | (x == float("inf"))
+        bad += tl.sum(broken.to(tl.int32))
+        x = tl.where(broken, float("-inf"), x)
         larger = tl.maximum(best, tl.max(x, 0))
         base = tl.where(larger == float("-inf"), 0.0, larger).to(tl.float64)
         total = total * tl.exp(best.to(tl.float64) - base) + tl.sum(tl.exp(x.to(tl.float64) - base))
         best = larger
     tl.store(best_ptr + index, tl.where(bad > 0, float("nan"), best))
-    tl.store(sums_ptr + index, best.to(tl.float64) + tl.log(total))
+    base = tl.where(best == float("-inf"), 0.0, best).to(tl.float64)
+    tl.store(sums_ptr + index, base + tl.log(tl.where(total > 0.0, total, 1.0)))
 
 
 @triton.jit

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from chatsvc.models.attention.base import KVCache, StepLayout
-from kernels.triton.paged_attention import DevicePlan, paged_attention, wide_rows
-from kernels.triton.plan import plan_attention
+from chatsvc.models.attention.base import FusedModel, KVCache, StepLayout
+from chatsvc.models.base import CausalLM
+from chatsvc.models.gpu_step import DTYPES, GpuModel, fp8_scales, send_step, views
+from chatsvc.models.llama import LlamaModel
+from chatsvc.models.weights import OpenModel
+from kernels.triton.paged_attention import DevicePlan, paged_attention
 from kernels.triton.reshape_and_cache import reshape_and_cache
-from kernels.triton.upload import Upload
 
 # Programs that one multiprocessor can keep in flight: fewer than that times the multiprocessors, and keys are split.
 PROGRAMS_PER_PROCESSOR = 4
@@ -50,6 +52,16 @@ class TritonBackend:
             self._programs = PROGRAMS_PER_PROCESSOR * processors
         return self._programs
 
+    def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:
+        """None: the weights are read as for torch, and :meth:`fuse` shares them."""
+        return None
+
+    def fuse(self, model: CausalLM | FusedModel) -> CausalLM | FusedModel:
+        """The model with all its small operations in kernels, or the model itself when they do not know its kind."""
+        if isinstance(model, LlamaModel) and model.dtype in DTYPES:
+            return GpuModel(model, programs=self.programs(model.device), cascade=self.cascade)
+        return model
+
     def prepare(self, layout: StepLayout, cache: KVCache) -> TritonMeta:
         """See :class:`AttentionBackend`."""
         return TritonMeta(layout)
@@ -66,34 +78,18 @@ class TritonBackend:
     ) -> torch.Tensor:
         """See :class:`AttentionBackend`. A pool of float8_e4m3fn holds K and V as they are, beyond 448 clipped."""
         if meta.plan is None or meta.slots is None:
-            meta.plan, meta.slots = self._send(meta.layout, q, k, cache)
-        k_cache, v_cache = cache.k(layer), cache.v(layer)
-        scales = None
-        if cache.data.dtype == torch.float8_e4m3fn:
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-            scales = torch.ones(2, k.shape[1], dtype=torch.float32, device=q.device)
+            meta.plan, (meta.slots,) = send_step(
+                meta.layout,
+                cache,
+                (meta.layout.slot_mapping,),
+                heads=q.shape[1],
+                dtype=q.dtype,
+                programs=self.programs(q.device),
+                cascade=self.cascade,
+            )
+        k_cache, v_cache = views(cache, layer)
+        scales = fp8_scales(cache)
         reshape_and_cache(k, v, k_cache, v_cache, meta.slots, scales)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         paged_attention(q, k_cache, v_cache, meta.plan, scale, out, scales)
         return out
-
-    def _send(
-        self, layout: StepLayout, q: torch.Tensor, k: torch.Tensor, cache: KVCache
-    ) -> tuple[DevicePlan, torch.Tensor]:
-        kv_heads = k.shape[1]
-        plan = plan_attention(
-            layout.query_lens,
-            layout.seq_lens,
-            layout.block_tables,
-            cache.block_size,
-            group=q.shape[1] // kv_heads,
-            kv_heads=kv_heads,
-            programs=self.programs(q.device),
-            wide=wide_rows(q.shape[2], q.dtype),
-            cascade=self.cascade,
-        )
-        upload = Upload()
-        slots = upload.add(layout.slot_mapping)
-        places = DevicePlan.add(plan, upload)
-        sent = upload.send(q.device)
-        return DevicePlan.take(plan, places, sent), sent[slots]
