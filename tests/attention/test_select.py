@@ -86,6 +86,13 @@ def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert make_backend("triton", torch.device("cpu")).name == "triton"
 
 
+def test_what_no_gpu_has_run_is_not_chosen_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    caplog.set_level("INFO")
+    assert make_backend("auto", "cuda").name == "torch"
+    assert "--attention-backend triton" in caplog.text
+
+
 def test_triton_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed; install chatsvc\[triton\]"):

@@ -30,9 +30,9 @@ def make_backend(
 ) -> AttentionBackend:
     """The backend called ``name`` (one of :data:`BACKENDS`) for tensors on ``device``.
 
-    ``auto`` is triton on a CUDA device when triton is installed, the compiled kernels for float32 on a CPU when this
-    machine has a compiler or they are built already, else torch. ``cpu`` and ``auto`` compile the kernels when that
-    has not been done on this machine.
+    ``auto`` is the compiled kernels for float32 on a CPU when this machine has a compiler or they are built already,
+    else torch: on a GPU too, because the Triton kernels are proved in the interpreter and by compilers only.
+    ``cpu`` and ``auto`` compile the CPU kernels when that has not been done on this machine.
 
     Args:
         dtype: of the model.
@@ -48,7 +48,9 @@ def make_backend(
     if name == "auto":
         if device.type == "cpu" and dtype == torch.float32:
             return _best_on_cpu(threads)
-        name = "triton" if device.type == "cuda" and _triton_installed() else "torch"
+        if device.type == "cuda" and _triton_installed():
+            log.info("attention in plain torch; --attention-backend triton would use kernels that no GPU has run yet")
+        name = "torch"
     if name == "torch":
         return TorchBackend()
     if name == "cpu":
