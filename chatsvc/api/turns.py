@@ -100,9 +100,9 @@ class Turns:
         session = await self._session(key)
         answer = self._elsewhere(session)
         if answer is not None and self._neighbours is not None:
-            if await self._neighbours.ask(answer, "yield") in ("busy", "silent"):
+            if await self._neighbours.ask(answer, "yield") == "busy":
                 raise TurnRunning(answer.id)
-            session = await self._session(key)
+            session = await self._session(key)  # silent: it may be dead, and known to be by now
         for message in session.messages:
             if message.status == "running":
                 raise TurnRunning(message.id)

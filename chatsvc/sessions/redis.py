@@ -179,6 +179,7 @@ class RedisStore:
     async def _create(self, session: Session) -> None:
         if not is_id(session.id):
             raise Conflict("This cannot be the id of a session.")
+        check_one_running(None, session.messages)
         await self._note_running(session.tenant, session.id, session.messages)
         reply = await self._call(
             self._create_script, session.tenant, session.id,
@@ -212,6 +213,10 @@ class RedisStore:
         return True
 
     async def _append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        if sum(m.status == "running" for m in messages) > 1:
+            if await self._get(tenant, session_id) is None:
+                raise NotFound("There is no such session.")
+            check_one_running(None, messages)
         noted = await self._note_running(tenant, session_id, messages)
         now = self._clock()
         reply = await self._call(
@@ -350,7 +355,6 @@ class RedisStore:
     def _turn_of(self, messages: Sequence[Message]) -> str:
         """The token of the running answer among the messages that a call appends, or empty."""
         running = [m for m in messages if m.status == "running"]
-        check_one_running(None, running)
         return _token(running[0].id, self._instance) if running else ""
 
     def _encoded(self, messages: Sequence[Message]) -> Sequence[str]:

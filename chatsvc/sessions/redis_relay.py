@@ -33,7 +33,7 @@ INBOX_LENGTH = 1000
 INBOX_LIFE = 60.0
 BLOCK = 2.0  # seconds; the reading connection's socket time-out has to be longer
 PAGE = 200  # entries of one log taken at a time: the event loop runs in between
-PIPELINE = 100  # batches written at a time, for the same reason
+PIPELINE = 50  # batches written, or logs handed over, at a time, for the same reason
 GATHER = 0.01  # seconds between two reads, so that one brings the news of many logs
 RETRY_CAP = 1.0
 
@@ -147,7 +147,9 @@ class RedisRelay:
             if failures:
                 log.info("Redis: reading the logs of other processes again")
                 failures = 0
-            for key, entries in reply or ():
+            for number, (key, entries) in enumerate(reply or ()):
+                if number % PIPELINE == PIPELINE - 1:
+                    await asyncio.sleep(0)
                 if key == self._inbox:
                     self._read_notes(entries)
                 elif key in logs:

@@ -58,7 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.kind == "sqlite":
             return SqliteStore(self.folder / "s.db", 1e9, self.clock)
         assert self.server is not None
-        return RedisStore(self.server.url, 1e6, self.clock)
+        return RedisStore(self.server.url, 1e6, self.clock, lease=0.5)
 
     def do(self, operation: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(operation)

@@ -8,9 +8,11 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio as aioredis
 from redisserver import RedisServer
 from sessionserver import Answer, Running, read_answer, serving, text_side
 
@@ -260,6 +262,30 @@ async def test_se_08_another_tenant_joins_nothing(redis_server: RedisServer) -> 
                 with pytest.raises(Exception, match="no such session"):
                     await ask(key)
         await one.http.post(f"/v1/sessions/{sid}/cancel")
+
+
+async def test_every_command_stays_in_one_slot_of_a_cluster(tmp_path: Path, redis_server: RedisServer) -> None:
+    """A server in cluster mode refuses a command or script whose keys lie in several."""
+    server = RedisServer(tmp_path, "--cluster-enabled", "yes")
+    server.start()
+    async with aioredis.Redis.from_url(server.url) as client:
+        await client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        async with asyncio.timeout(20):
+            while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):
+                await asyncio.sleep(0.05)
+    async with pair(server) as (one, two):
+        sids = [await one.session() for _ in range(3)]
+        parts = [await begin(one, sid, max_tokens=4000) for sid in sids]
+        joined = await asyncio.gather(*(join(two, sid, until=30) for sid in sids))  # one blocking read for all
+        assert all(a is not None and a.error is None and seen(a) >= 30 for a in joined)
+        for sid, part in zip(sids, parts, strict=True):
+            cancelled = await two.http.post(f"/v1/sessions/{sid}/cancel")
+            assert cancelled.json()["turn_id"] == part.turn_id
+        assert len((await two.http.get("/v1/sessions")).json()["data"]) == 3
+        assert (await one.http.patch(f"/v1/sessions/{sids[0]}", json={"title": "t"})).status_code == 200
+        assert (await two.http.delete(f"/v1/sessions/{sids[0]}")).status_code == 200
+        assert await two.store.interrupt_running() == 0
+    server.stop()
 
 
 async def test_a_process_that_stops_sends_its_readers_to_the_owner(redis_server: RedisServer) -> None:
