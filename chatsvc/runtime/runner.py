@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -50,16 +51,46 @@ def write_blocks(cache: KVCache, ids: Sequence[int], data: bytes) -> None:
     target[torch.tensor(ids, dtype=torch.int64, device=target.device)] = blocks.to(target.device)
 
 
+class Moves(Protocol):
+    """The moves of blocks in a plan."""
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Before the forward pass; what it reads and writes on the device is in order."""
+        ...
+
+    def end(self) -> None:
+        """When the step is over, or has failed: afterwards the host tier is up to date."""
+        ...
+
+
+class PlainMoves:
+    """Done at once."""
+
+    def __init__(self, cache: KVCache, host: KVCache | None) -> None:
+        self._cache, self._host = cache, host
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        if self._host is not None:
+            move(self._cache, self._host, plan.swap_out)
+        move(self._cache, self._cache, plan.copies)
+        if self._host is not None:
+            move(self._host, self._cache, plan.swap_in)
+
+    def end(self) -> None:
+        pass
+
+
 Sampler = Callable[[torch.Tensor, Sequence[SamplingRow]], list[SampledToken | str]]
 
 
-def sampler_of(backend: AttentionBackend) -> Sampler:
-    """Where the backend's kernels can draw tokens, logits stay on the device."""
+def around(backend: AttentionBackend, cache: KVCache, host: KVCache | None) -> tuple[Sampler, Moves]:
+    """What comes after the forward pass and before it: on the device where the backend has kernels for them."""
     if backend.name != "triton":
-        return sample
-    from chatsvc.runtime.device_sampler import sample as sample_on_device  # noqa: PLC0415  triton is optional
+        return sample, PlainMoves(cache, host)
+    from chatsvc.runtime.device_blocks import DeviceMoves  # noqa: PLC0415  triton is optional
+    from chatsvc.runtime.device_sampler import sample as sample_on_device  # noqa: PLC0415
 
-    return sample_on_device
+    return sample_on_device, DeviceMoves(cache, host)
 
 
 class ModelRunner:
@@ -78,7 +109,7 @@ class ModelRunner:
         self.cache = cache
         self.host = host
         self._scale = model.shape.head_dim**-0.5
-        self._sample = sampler_of(backend)
+        self._sample, self._moves = around(backend, cache, host)
         self._before: StepResult | None = None
 
     @torch.inference_mode()
@@ -117,12 +148,16 @@ class ModelRunner:
     def run(self, plan: SchedulerOutput) -> StepResult:
         began = time.perf_counter()
         plan, self._before = plan.filled(self._before), None
-        if self.host is not None:
-            move(self.cache, self.host, plan.swap_out)
-        move(self.cache, self.cache, plan.copies)
-        if self.host is not None:
-            move(self.host, self.cache, plan.swap_in)
-        logits, sampled = self.logits(plan.rows)
+        try:
+            self._moves.begin(plan)
+            tokens, errors = self._tokens(plan.rows)
+        finally:
+            self._moves.end()
+        self._before = StepResult(plan.step, tokens, errors, time.perf_counter() - began)
+        return self._before
+
+    def _tokens(self, rows: tuple[ScheduledRow, ...]) -> tuple[dict[int, list[SampledToken]], dict[int, str]]:
+        logits, sampled = self.logits(rows)
         tokens: dict[int, list[SampledToken]] = {}
         errors: dict[int, str] = {}
         if sampled:
@@ -131,5 +166,4 @@ class ModelRunner:
                     errors[seq_id] = outcome
                 else:
                     tokens[seq_id] = [outcome]
-        self._before = StepResult(plan.step, tokens, errors, time.perf_counter() - began)
-        return self._before
+        return tokens, errors
