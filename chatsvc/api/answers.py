@@ -84,9 +84,7 @@ class Answer:
         try:
             if await until_ended(request, self.generations):
                 logs = self._logs()
-                tokens = sum(len(choice.tokens) for choice in logs)
-                detailed = any(choice.tokens and choice.tokens[0].logprob is not None for choice in logs)
-                size = tokens * (100 if detailed else 4)
+                size = self.shape.work * sum(len(choice.tokens) for choice in logs)
                 return Response(await self.services.offload(size, self._body, logs), media_type="application/json")
             self.info.fields["outcome"] = "client_gone"
             return Response(status_code=CLIENT_GONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,7 +15,7 @@ from chatsvc.api.body import read_model
 from chatsvc.api.frames import ChatShape
 from chatsvc.api.logprobs import TokenNames
 from chatsvc.api.middleware import request_info
-from chatsvc.api.prompt import render, template_messages
+from chatsvc.api.prompt import render, template_messages, work
 from chatsvc.api.sampling import choices, refuse_hopeless, room_for, sampling_params
 from chatsvc.api.schema import ChatMessage, ChatRequest, GenerateFields
 from chatsvc.api.search import with_search
@@ -96,12 +97,9 @@ async def chat_prompt(
             "continue_final_message: the last message has to be an assistant's", param="continue_final_message"
         )
     plain = template_messages(messages)
-    characters = sum(len(m["content"].strip()) for m in plain)
-    # A message has at least one token more than its content: the mark between it and the next.
-    least = characters + services.longest_token * len(plain)
-    refuse_hopeless(least, services.longest_token, services.engine.limit, "messages")
+    refuse_hopeless(least_characters(plain, tools, services), services.longest_token, services.engine.limit, "messages")
     return await services.offload(
-        characters + 100 * len(plain) + (len(str(tools.shown)) if tools else 0),
+        work(plain, tools),
         render,
         services.template,
         plain,
@@ -110,6 +108,15 @@ async def chat_prompt(
         continue_final_message=going_on,
         tools=tools,
     )
+
+
+def least_characters(messages: list[dict[str, Any]], tools: ToolUse | None, services: Services) -> int:
+    """A prompt of these messages is at least that long: every template shows their contents and the tools.
+
+    A message has at least one token more than its content: the mark between it and the next.
+    """
+    contents = sum(len(m["content"].strip()) for m in messages)
+    return contents + (tools.size if tools else 0) + services.longest_token * len(messages)
 
 
 def call_reading(services: Services, tools: ToolUse | None) -> CallReading | None:

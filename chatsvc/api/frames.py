@@ -91,6 +91,11 @@ class Shape(Protocol):
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
 
+    @property
+    def work(self) -> int:
+        """What a token costs in :meth:`body`, in bytes of plain text."""
+        ...
+
     def body(self, logs: Sequence[OutputLog], usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer; ``logs`` in the order of their index."""
         ...
@@ -135,6 +140,11 @@ class _Answered:
         self._usage_in_stream = usage_in_stream
         self._calls = calls
         self._prepare()
+
+    @property
+    def work(self) -> int:
+        """See :class:`Shape`."""
+        return 4 if self._logprobs is None and self._calls is None else 100
 
     def _prepare(self) -> None:
         """What a shape keeps besides."""

@@ -39,6 +39,12 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return out
 
 
+def work(messages: list[dict[str, Any]], tools: ToolUse | None) -> int:
+    """About how many characters :func:`render` has to go through."""
+    calls = sum(len(c["function"]["arguments"]) for m in messages for c in m.get("tool_calls", ()))
+    return sum(len(m["content"]) + 100 for m in messages) + calls + (tools.size if tools else 0)
+
+
 def render(
     template: Template,
     messages: list[dict[str, Any]],

@@ -21,10 +21,10 @@ from starlette.routing import Route
 
 from chatsvc.api.answers import CLIENT_GONE, failure, until_ended
 from chatsvc.api.body import read_model
-from chatsvc.api.chat import check_model, require_ready
+from chatsvc.api.chat import check_model, least_characters, require_ready
 from chatsvc.api.frames import usage
 from chatsvc.api.middleware import RequestInfo, request_info
-from chatsvc.api.prompt import render
+from chatsvc.api.prompt import render, work
 from chatsvc.api.responses_input import (
     check_outputs,
     input_messages,
@@ -282,12 +282,10 @@ class Responses:
         assert services.template is not None
         chat = with_instructions(instructions, [*told.shown, *new])
         shift = len(chat) - len(told.shown) - len(new)
-        characters = sum(len(m["content"].strip()) for m in chat)
-        least = characters + services.longest_token * len(chat)
-        refuse_hopeless(least, services.longest_token, services.engine.limit, "input")
+        refuse_hopeless(least_characters(chat, tools, services), services.longest_token, services.engine.limit, "input")
         try:
             return await services.offload(
-                characters + 100 * len(chat) + (len(str(tools.shown)) if tools else 0),
+                work(chat, tools),
                 render,
                 services.template,
                 chat,
@@ -362,6 +360,7 @@ class Responses:
             "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
             "completion_tokens": counts["completion_tokens"],
             "finish": [run.generation.logs[0].finish_reason],
+            **{name: value for name, value in counts["timings"].items() if value is not None},
         }
         if run.turn is not None and self._turns is not None:
             self._turns.detach(run.turn)

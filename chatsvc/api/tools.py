@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class ToolUse:
     def start(self, *, native: bool) -> str:
         """What the answer is made to begin with; empty when the model decides."""
         return forced_start(self.name, native=native) if self.forced else ""
+
+    @property
+    def size(self) -> int:
+        """Characters of their description."""
+        return len(json.dumps(self.shown, ensure_ascii=False, separators=(",", ":")))
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 _SPACE = frozenset(" \t\n\r")
 _ESCAPES = frozenset('"\\/bfnrtu')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _HEX = frozenset("0123456789abcdefABCDEF")
 # What a number or a word may look like before it is complete, and when it is.
 _WORDS = ("true", "false", "null")
@@ -53,6 +54,12 @@ class JsonScanner:
     @property
     def done(self) -> bool:
         return self._next is _Next.NOTHING
+
+    def plain(self, text: str, at: int) -> int:
+        """The end of the run from ``at`` that lies inside a string and holds nothing to look at: skip it unread."""
+        if not self._in_string or self._escape:
+            return at
+        return _PLAIN.match(text, at).end()  # type: ignore[union-attr]
 
     def feed(self, char: str) -> bool:
         """Take one character; False when it cannot stand here (the scanner is of no use then)."""

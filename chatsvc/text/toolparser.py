@@ -67,8 +67,9 @@ class ToolCallParser:
 
     Args:
         new_id: makes the id of a call.
-        eager: hand on a call's arguments while they come. A call that turns out to be broken then stays what was handed
-            on, and its rest is text, wherever the output was cut. Otherwise a call comes when it is complete, and a broken one is text as a whole.
+        eager: hand on a call's arguments while they come. A call that turns out to be broken then stays what was
+            handed on, and its rest is text, wherever the output was cut. Otherwise a call comes when it is complete,
+            and a broken one is text as a whole.
         names: of the functions there are; None: any name will do.
         max_calls: calls after so many are dropped; None: no limit.
     """
@@ -107,6 +108,10 @@ class ToolCallParser:
             if self._state is _State.TEXT and not self._held:
                 at = self._plain(text, at)
                 continue
+            if self._state is _State.OBJECT and (end := self._scanner.plain(text, at)) > at:
+                self._object += text[at:end]
+                at = end
+                continue
             self._step(text[at])
             at += 1
         self._send_arguments()
@@ -125,17 +130,17 @@ class ToolCallParser:
     # -- states ------------------------------------------------------------------------------------------------
 
     def _plain(self, text: str, at: int) -> int:
-        """Text up to the next character that may have to be held back."""
-        end = at
-        while end < len(text) and text[end] != "<" and not text[end].isspace():
-            end += 1
-        if end > at:
-            self._text(text[at:end])
-        if end < len(text):
-            self._held.append(text[end])
-            self._tag_at = 1 if text[end] == "<" else 0
-            end += 1
-        return end
+        """Text up to what may have to be held back: a tag, and the space at its end."""
+        end = text.find("<", at)
+        segment = text[at:] if end < 0 else text[at:end]
+        certain = segment.rstrip()
+        self._text(certain)
+        self._held += segment[len(certain) :]
+        if end < 0:
+            return len(text)
+        self._held.append("<")
+        self._tag_at = 1
+        return end + 1
 
     def _step(self, char: str) -> None:
         if self._state is _State.TEXT:

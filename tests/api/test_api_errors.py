@@ -83,7 +83,7 @@ def test_OA_13_json_types_that_are_fine(http: httpx.Client) -> None:
     ("method", "path", "status"),
     [
         ("GET", CHAT_PATH, 405), ("DELETE", "/v1/models", 405), ("PUT", "/v1/completions", 405),
-        ("PATCH", "/health", 405), ("POST", "/metrics", 405), ("GET", "/nothing", 404), ("POST", "/v1/responses", 404),
+        ("PATCH", "/health", 405), ("POST", "/metrics", 405), ("GET", "/nothing", 404), ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/responses/x", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/models/", 404),
         ("POST", CHAT_PATH + "/", 404), ("GET", "/V1/models", 404),
         ("GET", "/v1/models/gpt-9", 404), ("GET", "/v1/models/a/b", 404), ("POST", CHAT_PATH + "/nobody/cancel", 404),

@@ -21,9 +21,14 @@ tops = st.lists(values, max_size=4) | st.dictionaries(st.text(), values, max_siz
 def scan(text: str) -> tuple[int, bool]:
     """(characters taken, whether the value was complete then)."""
     scanner = JsonScanner()
-    for i, char in enumerate(text):
-        if scanner.done or not scanner.feed(char):
+    i = 0
+    while i < len(text):
+        if (end := scanner.plain(text, i)) > i:
+            i = end
+            continue
+        if scanner.done or not scanner.feed(text[i]):
             return i, scanner.done
+        i += 1
     return len(text), scanner.done
 
 

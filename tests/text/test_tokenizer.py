@@ -312,10 +312,11 @@ def test_directory_plain_text_never_becomes_an_added_token(text: str, both: tupl
     assert added.isdisjoint(tok.encode(text))
     decoded, plain = tok.decode(tok.encode(text)), text.replace("▁", " ")
     # Metaspace puts no space before a text that has one; decoding then takes that one away, as the library's does.
-    assert decoded == plain or (tok.strips_leading_space and plain == " " + decoded)
+    # To byte-level tokenizers "▁" is a character like any other.
+    assert decoded in (plain, text) or (tok.strips_leading_space and plain == " " + decoded)
 
 
-def test_exactly_one_bos(both: tuple[Tokenizer, Any]) -> None:
+def test_CT_01_exactly_one_bos(both: tuple[Tokenizer, Any]) -> None:
     tok, _ = both
     bos = tok.bos_token_id
     assert bos is not None
