@@ -8,13 +8,14 @@ from pydantic import Field
 
 from chatsvc.api.answers_schema import ChatChunk, Shape, Usage
 from chatsvc.api.openapi import GENERATING, PLAIN, Operation
-from chatsvc.api.sessions_schema import ForkRequest, MessageRequest, SessionRequest, TurnFields
+from chatsvc.api.sessions_schema import ForkRequest, MessageRequest, RegenerateRequest, SessionRequest
 
 MISSING = {404: "There is no such session or message, or it is not the caller's"}
 STORE = {503: "The session store cannot answer; Retry-After says when to come back"}
 READING = MISSING | STORE
 TURN = GENERATING | MISSING | {409: "A turn is running and being read; error.turn_id names it"}
 STREAM_NOTE = "Events have the id turn:choice:tokens; the last one is [DONE]"
+SNAPSHOT_NOTE = "An event named snapshot has the whole text so far, in place of all before it"
 
 
 class Timing(Shape):
@@ -97,8 +98,8 @@ SESSION_OPERATIONS = (
     Operation(
         "post",
         f"{ONE}/messages/{{mid}}/regenerate",
-        f"Answer again, as a branch. {STREAM_NOTE}",
-        TurnFields,
+        f"Answer again, or go on with an answer that was cut short, as a branch. {STREAM_NOTE}",
+        RegenerateRequest,
         events=ChatChunk,
         errors=TURN,
     ),
@@ -115,7 +116,7 @@ SESSION_OPERATIONS = (
     Operation(
         "get",
         f"{ONE}/stream",
-        f"Rejoin the running answer, from Last-Event-ID or from its start. {STREAM_NOTE}",
+        f"Rejoin the running answer, from Last-Event-ID or from its start. {STREAM_NOTE}. {SNAPSHOT_NOTE}",
         events=ChatChunk,
         errors=READING,
         empty="Nothing is running",

@@ -1,9 +1,10 @@
 """A turn's log as another process sees it: batches made of an output log, and the log put together from them again.
 
 A batch is a JSON object with any of: ``from`` and ``pieces`` (the texts that tokens ``from``, ``from + 1`` ...
-released), ``at`` and ``text`` (a snapshot: the whole text of the first ``at`` tokens), ``end`` (``finish``, ``tail``,
-``error``, ``usage``) and ``saved`` (the store has the final text). Batches may come twice and may be missing: what is
-known already is skipped, and a gap is bridged by the next snapshot.
+released; the text that the answer goes on with stands before the first), ``at`` and ``text`` (a snapshot: the whole
+text of the first ``at`` tokens), ``end`` (``finish``, ``tail``, ``error``, ``usage``) and ``saved`` (the store has the
+final text). Batches may come twice and may be missing: what is known already is skipped, and a gap is bridged by the
+next snapshot.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ class Sent:
         after.since_snapshot, after.at = self.since_snapshot + 1, now
         if wanted or self.since_snapshot >= SNAPSHOT_EVERY or now - self.at > SNAPSHOT_AFTER:
             after.since_snapshot = 0
-            batch |= {"at": self.tokens, "text": "".join(log.pieces[: self.tokens])}
+            batch |= {"at": self.tokens, "text": turn.prefix * (self.tokens > 0) + "".join(log.pieces[: self.tokens])}
         if tokens > self.tokens:
             batch |= {"from": self.tokens, "pieces": log.pieces[self.tokens : tokens]}
+            if not self.tokens:
+                batch["pieces"][0] = turn.prefix + batch["pieces"][0]
         if ended and (wanted or not self.ended):
             error = LOST if turn.lost else log.error
             finish = "error" if turn.lost else log.finish_reason
-            batch["end"] = {"finish": finish, "tail": log.tail, "error": error, "usage": usage([turn.generation])}
+            tail = log.tail if tokens else turn.prefix + log.tail
+            batch["end"] = {"finish": finish, "tail": tail, "error": error, "usage": usage([turn.generation])}
         if saved:
             batch["saved"] = True
         return dumps(batch), after

@@ -28,6 +28,7 @@ from chatsvc.api.sessions_schema import (
     TURN_SWALLOWED,
     ForkRequest,
     MessageRequest,
+    RegenerateRequest,
     SessionRequest,
     TurnFields,
 )
@@ -114,15 +115,19 @@ class Sessions:
     async def regenerate(self, request: Request) -> Response:
         key = _key(request)
         require_ready(self._services)
-        body = await read_model(request, self._services, TurnFields)
+        body = await read_model(request, self._services, RegenerateRequest)
         self._check(body)
         async with self._turns.lock(key):
             session = await self._turns.make_way(key)
             path = _path(session, request.path_params["mid"])
-            if path[-1].role == "assistant":
-                path = path[:-1]
             answer = replace(_message(path[-1].id, "assistant", ""), status="running")
-            turn = await self._start(request, session, [answer], path, body)
+            if body.continue_final_message:
+                cut = path[-1] = self._cut(path[-1])
+                answer = replace(answer, parent_id=cut.parent_id, content=cut.content, token_ids=cut.token_ids)
+            elif path[-1].role == "assistant":
+                path = path[:-1]
+                answer.parent_id = path[-1].id
+            turn = await self._start(request, session, [answer], path, body, going_on=bool(body.continue_final_message))
         return self._stream(turn, 0)
 
     async def stream(self, request: Request) -> Response:
@@ -174,10 +179,17 @@ class Sessions:
         refuse_unsupported(extra, TURN_SWALLOWED)
 
     async def _start(
-        self, request: Request, session: Session, new: list[Message], path: list[Message], body: TurnFields
+        self,
+        request: Request,
+        session: Session,
+        new: list[Message],
+        path: list[Message],
+        body: TurnFields,
+        *,
+        going_on: bool = False,
     ) -> Turn:
         services = self._services
-        ids = await self._prompt(session, path)
+        ids = await self._prompt(session, path, going_on)
         newer = body.max_completion_tokens is not None
         max_tokens = room_for(
             len(ids),
@@ -209,7 +221,23 @@ class Sessions:
 
         return await self._turns.start((session.tenant, session.id), new, begin)
 
-    async def _prompt(self, session: Session, path: list[Message]) -> list[int]:
+    def _cut(self, message: Message) -> Message:
+        """An answer to go on with. Without its ids when they do not say what its text says: one that was cut inside a
+        character, or that lost text, goes on from the text.
+
+        Raises: InvalidRequest when it is none, or came to its own end.
+        """
+        problem = None
+        if message.role != "assistant" or not message.content:
+            problem = "has to be an answer that has text"
+        elif message.status == "done" and message.finish_reason != "length":
+            problem = "this answer has come to its own end"
+        if problem:
+            raise InvalidRequest(f"continue_final_message: {problem}", param="continue_final_message")
+        exact = self._services.tokenizer.decode(message.token_ids, skip_special=False) == message.content
+        return message if exact else replace(message, token_ids=[])
+
+    async def _prompt(self, session: Session, path: list[Message], going_on: bool) -> list[int]:
         services = self._services
         if services.template is None:
             raise InvalidRequest("This model has no chat template, so it has no sessions", code="no_chat_template")
@@ -226,7 +254,8 @@ class Sessions:
             services.template.encode,
             messages,
             services.tokenizer,
-            add_generation_prompt=True,
+            add_generation_prompt=not going_on,
+            continue_final_message=going_on,
             assistant_ids=stored,
         )
 

@@ -63,6 +63,14 @@ class MessageRequest(TurnFields):
     )
 
 
+class RegenerateRequest(TurnFields):
+    """``POST /v1/sessions/{id}/messages/{mid}/regenerate``."""
+
+    continue_final_message: bool | None = Field(
+        None, description="go on with the answer, which was cut short: the new one begins with its text"
+    )
+
+
 class ForkRequest(Body):
     """``POST /v1/sessions/{id}/fork``."""
 

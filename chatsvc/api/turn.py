@@ -17,7 +17,8 @@ class Turn:
     """One running (or just ended) answer.
 
     Attributes:
-        answer: the message as it was accepted; its id is the turn's.
+        answer: the message as it was accepted; its id is the turn's. The text it has then is the beginning of the
+            answer that this turn goes on with.
         generation: what is read. Of a turn that another process runs it is a :class:`chatsvc.api.replica.Replica`.
         owner: the name of that other process; "" when the turn is this process's own.
         readers: streams attached now, of this process.
@@ -42,6 +43,11 @@ class Turn:
     @property
     def id(self) -> str:
         return self.answer.id
+
+    @property
+    def prefix(self) -> str:
+        """The text before what the generation makes. A replica has it in its log."""
+        return "" if self.owner else self.answer.content
 
     @property
     def running(self) -> bool:

@@ -112,7 +112,8 @@ class Turns:
         """Accept a turn.
 
         Args:
-            new: the messages to append; the last is the answer, still empty.
+            new: the messages to append; the last is the answer, still empty, or with the text and ids of the answer
+                that it goes on with (the prompt ends in them then).
             begin: starts the generation under the given request id.
 
         Raises: whatever ``begin`` and the store raise (TurnRunning when another process was faster); nothing is left of
@@ -313,7 +314,7 @@ class Turns:
         reason = choice.finish_reason
         return replace(
             turn.answer,
-            content=choice.text,
+            content=turn.prefix + choice.text,
             status=self._status(turn) if final else "running",
             token_ids=self._prompt_ids(turn),
             usage=usage([turn.generation]) if final else None,
@@ -334,12 +335,12 @@ class Turns:
     def _prompt_ids(self, turn: Turn) -> list[int]:
         """The ids that stand for this answer in the prompts of later turns.
 
-        Not the end token, which the template writes itself. None at all when a stop string cut text off: the ids say
-        more than the text then, and the text counts.
+        Not the end token, which the template writes itself. None at all when a stop string cut text off, or when it
+        goes on with an answer that has none: the ids say something else than the text then, and the text counts.
         """
-        choice = turn.generation.logs[0]
-        ids = choice.token_ids
-        if isinstance(choice.stop_reason, str):
+        choice, before = turn.generation.logs[0], turn.answer.token_ids
+        ids = before + choice.token_ids
+        if isinstance(choice.stop_reason, str) or (turn.prefix and not before):
             return []
         if choice.finish_reason == "stop" and ids:
             last = ids[-1]

@@ -47,7 +47,7 @@ async def turn_events(
     begun = cursor > 0
     async with closing(generation.read([min(cursor, len(log.tokens))])) as reads:
         async for (delta,) in reads:
-            text = delta.text
+            text = delta.text if begun else turn.prefix + delta.text
             if has_tail and log.tail and text.endswith(log.tail):
                 text = text[: -len(log.tail)]
             if delta.finish_reason == "error":

@@ -329,6 +329,52 @@ async def test_branches_edits_regeneration_and_forks(app: Running) -> None:
     assert len((await app.read(sid))["messages"]) == 9
 
 
+async def test_a_cut_answer_goes_on(app: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text and ids stand at the begin of the new one, which is a branch beside it; the cache has its prefix."""
+    prompts: list[list[int]] = []
+    generate = app.engine.generate
+
+    def spy(**kwargs: Any) -> Any:
+        prompts.append(kwargs["prompt_token_ids"])
+        return generate(**kwargs)
+
+    monkeypatch.setattr(app.engine, "generate", spy)
+    sid = await app.session()
+    await app.turn(sid, "tell me", max_tokens=40)
+    user, cut = (await app.read(sid))["messages"]
+    ids = (await app.store.get("", sid)).messages[1].token_ids  # type: ignore[union-attr]
+    url = f"/v1/sessions/{sid}/messages/{cut['id']}/regenerate"
+    async with app.http.stream("POST", url, json={"max_tokens": 10, "continue_final_message": True}) as r:
+        assert r.status_code == 200, await r.aread()
+        more = await read_answer(r)
+    message = last(await app.read(sid))
+    assert message["parent_id"] == user["id"] and message["id"] == more.turn_id != cut["id"]
+    assert message["content"] == more.text and more.text.startswith(cut["content"]) and more.text != cut["content"]
+    assert message["usage"]["completion_tokens"] == 10
+    exact = app.engine.tokenizer.decode(ids, skip_special=False) == cut["content"]
+    stored = (await app.store.get("", sid)).messages[-1].token_ids  # type: ignore[union-attr]
+    if exact:  # else it was cut inside a character, and goes on from its text
+        assert prompts[1] == prompts[0] + ids and stored[: len(ids)] == ids and len(stored) == len(ids) + 10
+        assert message["usage"]["prompt_tokens_details"]["cached_tokens"] >= (len(prompts[1]) - 1) // BLOCK * BLOCK
+    else:
+        assert stored == []
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    assert (await app.turn(sid, "and then?")).done
+
+
+async def test_what_cannot_go_on_is_refused(app: Running) -> None:
+    sid = await app.session()
+    whole = await app.turn(sid, max_tokens=20, temperature=0)
+    await app.turn(sid, max_tokens=20, temperature=0, parent_id="root", stop=whole.text[10:14])
+    messages = (await app.read(sid))["messages"]
+    assert messages[3]["finish_reason"] == "stop"
+    for mid in (messages[0]["id"], messages[3]["id"]):  # a user's message, and an answer that ended
+        url = f"/v1/sessions/{sid}/messages/{mid}/regenerate"
+        response = await app.http.post(url, json={"continue_final_message": True})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "continue_final_message"
+    assert len((await app.read(sid))["messages"]) == 4
+
+
 async def test_users_and_answers_take_turns(app: Running) -> None:
     """One rule for a message's parent, given or not, and for a fork's last message: it is an answer."""
     sid = await app.session()
@@ -376,6 +422,8 @@ async def test_a_turn_swallows_no_field(slow: Running, field: dict[str, Any], st
     async with slow.http.stream("POST", f"/v1/sessions/{sid}/messages", json=body) as r:
         await read_answer(r, until=1)
     for path, own in (("messages", {"content": "x"}), (f"messages/{mid}/regenerate", {})):
+        if not own and "continue_final_message" in field:
+            continue  # regenerate has it
         response = await slow.http.post(f"/v1/sessions/{sid}/{path}", json={**own, **field})
         assert response.status_code == status, response.text
         assert response.json()["error"]["param"] == next(iter(field))

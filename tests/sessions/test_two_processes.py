@@ -111,6 +111,20 @@ async def test_readers_in_both_processes_see_the_same(redis_server: RedisServer)
         assert len({(a.text, a.finish, a.ids[-1], str(a.usage)) for a in answers if a is not None}) == 1
 
 
+async def test_an_answer_that_goes_on_is_whole_elsewhere_too(redis_server: RedisServer) -> None:
+    async with pair(redis_server) as (one, two):
+        sid = await one.session()
+        await one.turn(sid, "x", max_tokens=20)
+        cut = await stored(one, sid)
+        url = f"/v1/sessions/{sid}/messages/{cut['id']}/regenerate"
+        body = {"max_tokens": 150, "continue_final_message": True}
+        async with one.http.stream("POST", url, json=body) as r:
+            part = await read_answer(r, until=5)
+        joined = await join(two, sid)
+        assert joined is not None and joined.done and part.text.startswith(cut["content"])
+        assert joined.text == (await stored(two, sid))["content"] and joined.text.startswith(part.text)
+
+
 async def test_cancel_reaches_the_owner(redis_server: RedisServer) -> None:
     async with pair(redis_server) as (one, two):
         sid = await one.session()

@@ -15,7 +15,6 @@ const IDEAS = [
   "What should I look at when I buy a used bicycle?",
   "Show me a Python function that finds prime numbers.",
 ];
-const GO_ON = "Please go on where you stopped.";
 const STOP_WAIT = 3000; // ms that a stopped answer may take to end by itself
 
 class Page {
@@ -205,7 +204,7 @@ class Page {
     if (last?.message.status === "failed") {
       last.fail("This answer failed.", "Try again", () => this.redo(last.message));
     } else if (last?.message.finish_reason === "length") {
-      last.note("This answer was cut at the limit of its length.", "Go on", () => this.send(GO_ON));
+      last.note("This answer was cut at the limit of its length.", "Go on", () => this.redo(last.message, true));
     }
     $("empty").hidden = path.length > 0;
     this.showTitle();
@@ -295,12 +294,14 @@ class Page {
     await this.follows(reader, open, () => this.send(text));
   }
 
-  async redo(message) {
+  /** Answers again, or goes on with an answer that was cut short. */
+  async redo(message, goOn = false) {
     if (this.turn) return;
     const path = pathTo(this.session.messages, message.id);
     this.views.length = path.length - (message.role === "assistant" ? 1 : 0);
-    const open = (signal) => this.api.regenerate(this.session.id, message.id, this.settings.sampling(), signal);
-    await this.follows(this.reader(), open, () => this.redo(message));
+    const body = { ...this.settings.sampling(), ...(goOn ? { continue_final_message: true } : {}) };
+    const open = (signal) => this.api.regenerate(this.session.id, message.id, body, signal);
+    await this.follows(this.reader(), open, () => this.redo(message, goOn));
   }
 
   joinIfRunning() {
