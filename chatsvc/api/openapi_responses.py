@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from chatsvc.api.answers_schema import Shape
+from chatsvc.api.answers_schema import Shape, Timings
 from chatsvc.api.openapi import GENERATING, PLAIN, Operation
 from chatsvc.api.responses_schema import ResponseRequest
 
@@ -96,6 +96,7 @@ class ResponseUsage(Shape):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    timings: Timings | None
 
 
 class NoReasoning(Shape):

@@ -148,6 +148,7 @@ def response_usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
+        "timings": usage.get("timings"),
     }
 
 
