@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
+from chatsvc.api.tracing import NoTracing, Tracing
 from chatsvc.engine.output import Generation
 from chatsvc.engine.protocol import Engine
 from chatsvc.errors import InvalidRequest
@@ -24,10 +25,19 @@ class Desk:
     Args:
         private: tenants see nothing of each other.
         timeout: seconds that an answer may take, counted from the arrival of its request; None: as long as it takes.
+        tracing: is told of every end.
     """
 
-    def __init__(self, engine: Engine, *, private: bool = False, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        private: bool = False,
+        timeout: float | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._engine = engine
+        self._tracing = tracing or NoTracing()
         self._private = private
         self._timeout = timeout
         self._running: dict[str, tuple[str, Generation]] = {}
@@ -81,6 +91,7 @@ class Desk:
             if ticket is not None:
                 begun = generation.timings.scheduled is not None
                 ticket.close(size, generation.num_output_tokens, begun=begun)
+            self._tracing.ended(info.trace, info.id, generation)
 
         generation.watch(look)
         return generation

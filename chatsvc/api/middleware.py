@@ -49,6 +49,7 @@ class RequestInfo:
         timeout: what its header X-Request-Timeout says.
         ticket: what it takes from its key's quotas; None: there are none.
         headers: further headers of the answer.
+        trace: its header traceparent, if that is sane.
     """
 
     id: str
@@ -57,6 +58,7 @@ class RequestInfo:
     timeout: str | None = None
     ticket: Ticket | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    trace: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,6 +90,7 @@ class RequestMiddleware:
         info.timeout = headers.get("x-request-timeout")
         trace = headers.get("traceparent", "")
         if _TRACEPARENT.fullmatch(trace):
+            info.trace = trace
             info.fields["trace_id"] = trace.split("-")[1]
         scope[_KEY] = info
         started = time.perf_counter()

@@ -12,6 +12,7 @@ from chatsvc.api.desk import Desk
 from chatsvc.api.keys import KeySet
 from chatsvc.api.quota import Quotas
 from chatsvc.api.seeds import Seeds
+from chatsvc.api.tracing import NoTracing, Tracing
 from chatsvc.engine.protocol import Engine
 from chatsvc.engine.wake import Pace
 from chatsvc.sessions.base import SessionStore
@@ -126,6 +127,7 @@ class Services:
     created: int = 0
     seeds: Seeds = field(default_factory=Seeds)
     pace: Pace = field(default_factory=Pace)
+    tracing: Tracing = field(default_factory=NoTracing)
     uploads: Uploads = field(default_factory=Uploads)
     text_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     keys: Callable[[], KeySet] | None = None
@@ -134,7 +136,8 @@ class Services:
     @cached_property
     def desk(self) -> Desk:
         """Every generation is started there."""
-        return Desk(self.engine, private=self.keys is not None, timeout=self.settings.request_timeout)
+        private, timeout = self.keys is not None, self.settings.request_timeout
+        return Desk(self.engine, private=private, timeout=timeout, tracing=self.tracing)
 
     @cached_property
     def longest_token(self) -> int:

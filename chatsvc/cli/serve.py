@@ -23,6 +23,7 @@ from chatsvc.api.keys import KeyFile
 from chatsvc.api.seeds import Seeds
 from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
+from chatsvc.api.tracing import NoTracing, Tracing, make_tracing
 from chatsvc.api.turns import Turns
 from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.cli.remarks import remarks
@@ -110,6 +111,7 @@ class Server:
         self.config = config
         self.at_once = asyncio.Event()
         self._began = time.perf_counter()
+        self._tracing: Tracing = NoTracing()
         self._signals = 0
         self._status = 0
         self._engine_stopped = False
@@ -120,6 +122,7 @@ class Server:
     async def run(self) -> int:
         """Returns the exit status. Raises: ConfigError, ModelError."""
         config = self.config
+        self._tracing = make_tracing()
         keys = KeyFile(config.api_key_file) if config.api_key_file is not None else None
         sock = listen(config.host, config.port)
         loop = asyncio.get_running_loop()
@@ -182,6 +185,7 @@ class Server:
             created=int(time.time()),
             seeds=Seeds(config.seed),
             keys=None if keys is None else lambda: keys.current,
+            tracing=self._tracing,
         )
 
     async def _open(self, store: SessionStore) -> None:
@@ -254,7 +258,11 @@ class Server:
     async def _close(self, built: Built[ServedEngine], turns: Turns, store: SessionStore) -> None:
         # Texts that a store which is away does not take are tried again for as long as answers may be waited for.
         patience = max(STORE_AT_LEAST, self._drain_ends - time.monotonic())
-        closings: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(turns.close, patience), store.close]
+        closings: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            partial(turns.close, patience),
+            store.close,
+            partial(asyncio.to_thread, self._tracing.close),
+        ]
         if not self._engine_stopped:
             closings.insert(0, built.engine.stop)
         for closing in closings:
