@@ -125,13 +125,15 @@ async def serving(
     grace: float = 60.0,
     max_queue: int = 64,
     token_fn: Any = None,
+    ping: float = 5.0,
+    **engine_config: Any,
 ) -> AsyncIterator[Running]:
     """``step``: seconds of a step. The store is opened and closed here."""
     tokenizer, template = text_side()
     simulated = SimulatedConfig(blocks, 16, tokenizer.vocab_size, 8192, step, first_token_id=17)
     executor = SimulatedExecutor(simulated, token_fn)
-    engine = AsyncEngine(EngineConfig(cache_secret=b"s", max_queue=max_queue), executor, tokenizer)
-    settings = ApiSettings(ping_interval=5.0, resume_grace=grace)
+    engine = AsyncEngine(EngineConfig(cache_secret=b"s", max_queue=max_queue, **engine_config), executor, tokenizer)
+    settings = ApiSettings(ping_interval=ping, resume_grace=grace)
     services = Services(engine, tokenizer, template, "tiny", settings, store)  # type: ignore[arg-type]
     turns = Turns(services, store)
     app = create_app(services, turns=turns)

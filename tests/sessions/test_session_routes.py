@@ -221,8 +221,8 @@ async def test_a_second_turn_while_one_is_read_is_409_with_its_id(slow: Running)
     assert len((await slow.read(sid))["messages"]) == 2
 
 
-async def test_dropped_and_asked_again_at_once(slow: Running) -> None:
-    """RD-06, 50 times: the partial text is kept, marked interrupted, and part of the next prompt."""
+async def test_rd_06_dropped_and_asked_again_at_once(slow: Running) -> None:
+    """50 times: the partial text is kept, marked interrupted, and part of the next prompt."""
     sid = await slow.session()
     for i in range(50):
         body = {"content": f"q{i}", "max_tokens": 2000}
@@ -242,8 +242,8 @@ async def test_dropped_and_asked_again_at_once(slow: Running) -> None:
     assert slow.engine.scheduler.manager.pool.num_used == 0
 
 
-async def test_twenty_turns_at_once(slow: Running) -> None:
-    """RD-01: one is taken, the others are told so, nothing is lost or mixed."""
+async def test_rd_01_twenty_turns_at_once(slow: Running) -> None:
+    """One is taken, the others are told so, nothing is lost or mixed."""
     sid = await slow.session()
 
     async def post(i: int) -> int:
@@ -289,7 +289,7 @@ async def test_cancel_waits_for_a_turn_that_is_being_accepted(slow: Running) -> 
     assert last(await slow.read(sid))["status"] == "cancelled"
 
 
-async def test_with_no_reader_the_grace_time_ends_the_turn() -> None:
+async def test_st_01_with_no_reader_the_grace_time_ends_the_turn() -> None:
     async with serving(MemoryStore(3600), step=0.005, grace=0.1) as app:
         sid = await app.session()
         body = {"content": "x", "max_tokens": 4000}
@@ -572,8 +572,8 @@ async def test_a_deleted_session_ends_its_turn(slow: Running) -> None:
     assert (await slow.http.get(f"/v1/sessions/{sid}")).status_code == 404
 
 
-async def test_another_tenant_finds_nothing(app: Running) -> None:
-    """SE-08. Tenants come with API keys; here the session is put into the store by hand."""
+async def test_se_08_another_tenant_finds_nothing(app: Running) -> None:
+    """Tenants come with API keys; here the session is put into the store by hand."""
     await app.store.create(Session("sess_theirs", "them", "secret", "", 1, 1, [Message("msg_1", None, "user", "hush")]))
     calls = [
         ("GET", "", None),
