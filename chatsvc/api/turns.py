@@ -20,6 +20,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from weakref import WeakValueDictionary
 
 from chatsvc.api.frames import usage
@@ -35,7 +36,8 @@ log = logging.getLogger("chatsvc.api")
 
 CHECKPOINT = 0.8  # seconds between writes of a running answer
 KEEP_ALIVE = 2.0  # without news it is written as often, so that a long wait does not outlive its session
-SAVE_WAIT = 6.0  # seconds a reader waits at the end for the store; the turn itself waits as long as it takes
+SAVE_WAIT = 6.0  # seconds that a request waits for the end of a turn to be stored
+READER_WAIT = 15.0  # the same, of a stream that has told its text; the turn itself waits as long as it takes
 RETRY_CAP = 5.0
 CLOSE_WAIT = 1.0
 BURIAL_DELAYS = (1.0, 5.0, 15.0)
@@ -103,9 +105,13 @@ class Turns:
             if await self._neighbours.ask(answer, "yield") == "busy":
                 raise TurnRunning(answer.id)
             session = await self._session(key)  # silent: it may be dead, and known to be by now
+        answer = self._elsewhere(session)
+        if answer is not None:
+            raise TurnRunning(answer.id)
         for message in session.messages:
-            if message.status == "running":
-                raise TurnRunning(message.id)
+            if message.status == "running":  # ours, and nothing runs: the store took it after we had given it up
+                message.status = "interrupted"
+                await self._store.update_message(*key, message)
         return session
 
     async def start(self, key: Key, new: list[Message], begin: Callable[[str], Generation]) -> Turn:
@@ -248,9 +254,9 @@ class Turns:
         if self._turns.get(turn.key) is turn:
             del self._turns[turn.key]
 
-    async def _await_saved(self, turn: Turn) -> None:
+    async def _await_saved(self, turn: Turn, wait: float = SAVE_WAIT) -> None:
         try:
-            async with asyncio.timeout(SAVE_WAIT):
+            async with asyncio.timeout(wait):
                 await turn.saved.wait()
         except TimeoutError:
             raise StoreError("The session store does not take the running turn's text.") from None
@@ -353,7 +359,7 @@ class Turns:
     def events(self, turn: Turn, cursor: int) -> AsyncIterator[bytes]:
         """The turn as server-sent events from ``cursor`` (tokens already seen) to its end; see
         :func:`chatsvc.api.turnstream.turn_events`. The reader is :meth:`attach`-ed meanwhile."""
-        return turn_events(turn, cursor, self._services.model_name, self._await_saved)
+        return turn_events(turn, cursor, self._services.model_name, partial(self._await_saved, wait=READER_WAIT))
 
     async def _session(self, key: Key) -> Session:
         session = await self._store.get(*key)

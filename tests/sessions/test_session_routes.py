@@ -520,6 +520,18 @@ async def test_a_store_that_is_away_refuses_turns_and_stops_no_running_one() -> 
         assert (await app.read(other))["messages"] == []
 
 
+async def test_an_append_that_came_late_does_not_lock_the_session() -> None:
+    """The store took the turn after its caller had been told 503, and was away when that was to be set right."""
+    store = FlakyStore(3600)
+    async with serving(store) as app:
+        sid = await app.session()
+        late = [Message("msg_u", None, "user", "x"), Message("msg_a", "msg_u", "assistant", "", "running")]
+        await MemoryStore.append(store, "", sid, late)
+        assert (await app.turn(sid, "next", max_tokens=3)).done
+        statuses = [m["status"] for m in (await app.read(sid))["messages"]]
+        assert statuses == ["done", "interrupted", "done", "done"]
+
+
 async def test_running_text_is_written_down_and_stays_after_a_crash(tmp_path: Any) -> None:
     from chatsvc.sessions.sqlite import SqliteStore
 

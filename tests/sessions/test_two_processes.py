@@ -86,6 +86,9 @@ async def test_joining_through_changing_processes_gives_every_character_once(
         assert len(parts) >= 3
         assert await join(apps[1], sid) is None
         assert not apps[1].turns._neighbours._joined, "what nobody reads is not followed"  # type: ignore[union-attr]
+        async with asyncio.timeout(10):  # a log lives as long as its turn and its readers
+            while apps[0].turns._neighbours._own or apps[0].turns._turns:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
 
 
 async def test_readers_in_both_processes_see_the_same(redis_server: RedisServer) -> None:
