@@ -241,7 +241,9 @@ def tile_shape(
     ``python -m kernels.compile_check --full``.
     """
     dim_padded = max(16, triton.next_power_of_2(head_dim))
-    keys = (64 if dim_padded <= 64 else 32) // (2 if dtype == torch.float32 else 1)
+    keys = 64 if dim_padded <= 64 else 32
+    if dtype == torch.float32 or (fp8 and dim_padded > 128):
+        keys //= 2
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,

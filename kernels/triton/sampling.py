@@ -97,7 +97,7 @@ def look_kernel(logits_ptr, best_ptr, sums_ptr, stride, size, BLOCK: tl.constexp
     tl.store(sums_ptr + index, base + tl.log(tl.where(total > 0.0, total, 1.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def edit_kernel(logits_ptr, sums_ptr, edits_ptr, values_ptr, count, stride, EDITS: tl.constexpr):
     """edits [E, 3] row, token, whether the row counts in log-probabilities; values [E, 3] factor, minus, plus."""
     i = tl.program_id(0) * EDITS + tl.arange(0, EDITS)
@@ -115,7 +115,7 @@ def edit_kernel(logits_ptr, sums_ptr, edits_ptr, values_ptr, count, stride, EDIT
     tl.store(at, x + shift, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride"])
 def draw_kernel(
     logits_ptr,
     edited_ptr,
@@ -209,7 +209,7 @@ def draw_kernel(
     tl.store(out_reals_ptr + index * out_stride + 1, chosen - tl.load(sums_ptr + index))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride", "most"])
 def rank_kernel(
     logits_ptr,
     edited_ptr,
