@@ -93,6 +93,22 @@ async def test_rd_03_redis_is_killed_and_started_again_during_50_streams(
         assert all(told.done for told in tolds)
 
 
+async def test_rd_03_redis_comes_later_than_the_server(start: Start, durable_redis: RedisServer) -> None:
+    durable_redis.stop()
+    server = start("--session-store", durable_redis.url)
+    async with server.wait().client() as http:
+        ready = await http.get("/ready")
+        assert ready.status_code == 200 and ready.json()["store"] == "away"
+        assert (await http.post("/v1/sessions", json={})).status_code == 503
+        durable_redis.start()
+        async with asyncio.timeout(30):
+            while (await http.post("/v1/sessions", json={})).status_code != 201:
+                await asyncio.sleep(0.05)
+        (told,), (task,) = await begin_all(http, await sessions(http, 1), max_tokens=5)
+        await task
+        assert told.done
+
+
 async def test_a_killed_server_leaves_its_turn_to_the_others(start: Start, durable_redis: RedisServer) -> None:
     """kill -9 of the owner: whoever reads elsewhere is told, and after the lease the turn is interrupted."""
     flags = ("--session-store", durable_redis.url, "--simulated-step-ms", "20")
