@@ -81,11 +81,12 @@ class PlainTemplate:
         ids: list[int] = []
         if tools:
             ids += tokenizer.encode(" ".join(t["function"]["name"] for t in tools) + "\n")
-        for message in messages:
+        for i, message in enumerate(messages):
             calls = "".join(
                 f"{c['function']['name']}{c['function']['arguments']}" for c in message.get("tool_calls", ())
             )
-            ids += [*tokenizer.encode(f"{message['role']}: {message['content']}{calls}"), EOS]
+            said = (assistant_ids or {}).get(i) or tokenizer.encode(message["content"])
+            ids += [*tokenizer.encode(f"{message['role']}: "), *said, *tokenizer.encode(calls), EOS]
         if continue_final_message:
             del ids[-1]
         elif add_generation_prompt:
@@ -167,7 +168,9 @@ class ScriptedEngine:
         if self.refuse is not None:
             raise self.refuse
         loop = asyncio.get_running_loop()
-        generation = Generation(request_id, prompt_token_ids, params.n, lambda *end: self._cancel(play, *end), loop.time())
+        generation = Generation(
+            request_id, prompt_token_ids, params.n, lambda *end: self._cancel(play, *end), loop.time()
+        )
         play = Play(request_id, prompt_token_ids, params, tenant, cache_salt, priority, generation)
         play.task = loop.create_task(self._play(play))
         self.plays.append(play)

@@ -171,6 +171,21 @@ def test_events_are_openais_and_say_what_the_whole_answer_says(
             api.retrieve(last["id"])
 
 
+def test_two_calls_have_two_ids_and_the_past_is_told_in_the_tokens_it_had(api: Any, server: Server) -> None:
+    server.engine.script, server.engine.burst = text_script(f"{CALL}\n{CALL}"), 1000
+    first = api.create(input="x", tools=[WEATHER])
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert len({c.call_id for c in calls}) == len({c.id for c in calls}) == 2
+    outputs: list[Any] = [{"type": "function_call_output", "call_id": c.call_id, "output": c.call_id} for c in calls]
+    server.engine.script = text_script("Cold.")
+    api.create(input=outputs, previous_response_id=first.id, tools=[WEATHER], instructions="I")
+    shown = prompt_of(server.engine)
+    assert shown.startswith("system: I") and "You can call functions" in shown
+    assert shown.endswith(
+        f"user: xassistant: {CALL}\n{CALL}tool: {calls[0].call_id}tool: {calls[1].call_id}assistant: "
+    )
+
+
 def test_a_tool_loop(api: Any, server: Server) -> None:
     server.engine.script = text_script(CALL)
     first = api.create(input="weather?", tools=[WEATHER])
@@ -265,9 +280,18 @@ def test_a_background_stream_can_be_left_and_joined_again_without_a_gap(api: Any
     refused(httpx.get(f"{server.url}/v1/responses/{identity}?stream=true", trust_env=False), "stream")
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Server]:
+    """Without a reader a turn goes on for a minute here, if nobody ends it."""
+    with Server(store=MemoryStore(3600)) as server:
+        yield server
+
+
 @pytest.mark.parametrize("store", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_ST_01_leaving_ends_it(server: Server, stream: bool, store: bool) -> None:
+def test_ST_01_leaving_ends_it(patient: Server, stream: bool, store: bool) -> None:
+    server = patient
+    server.reset()
     server.engine.script = text_script("x" * 900)
     server.call(server.engine.gate.clear)
     with Connection(server.port) as c:
