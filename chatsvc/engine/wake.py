@@ -10,33 +10,45 @@ from collections.abc import Callable
 class Pace:
     """Of all readers of a process: how many steps' tokens go into one look.
 
-    A look costs a task switch and a write to a socket, whatever it finds. While there are fewer than ``LIMIT`` to make
-    in a second, readers look at every step. Beyond that they look at every second one, or third ..., so that text gets
-    older by a step or two and not by the queue of all those looks; never by more than ``LONGEST``.
+    A look costs a task switch and a write to a socket, whatever it finds. As long as the loop keeps up, readers look at
+    every step. When looking takes most of its time, they look at every second step, or third ..., so that text gets
+    older by a step or two and not by an ever longer queue of looks; never by more than ``LONGEST``.
 
     Attributes:
         steps: how many notifications a reader waits for.
     """
 
-    LIMIT = 12_000
+    BUSY, IDLE = 0.8, 0.4  # of a core, for the loop's thread: look less often above the one, more often below the other
     MOST = 4
     LONGEST = 0.08  # seconds
     WINDOW = 0.5
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, cpu: Callable[[], float] = time.thread_time
+    ) -> None:
         self.steps = 1
         self._clock = clock
+        self._cpu = cpu
         self._since = clock()
-        self._count = 0
+        self._spent: float | None = None  # unknown until the loop's own thread has asked
 
     def noted(self) -> None:
-        """A reader was notified."""
-        self._count += 1
+        """A reader was notified; in the loop's thread."""
         now = self._clock()
         passed = now - self._since
-        if passed >= self.WINDOW:
-            self.steps = min(self.MOST, 1 + int(self._count / passed / self.LIMIT))
-            self._since, self._count = now, 0
+        if passed < self.WINDOW:
+            return
+        spent, before = self._cpu(), self._spent
+        self._since, self._spent = now, spent
+        if before is None:
+            return
+        busy = (spent - before) / passed
+        if passed > 4 * self.WINDOW:  # there was a rest
+            self.steps = 1
+        elif busy > self.BUSY:
+            self.steps = min(self.MOST, self.steps + 1)
+        elif busy < self.IDLE:
+            self.steps = max(1, self.steps - 1)
 
 
 class Wake:

@@ -113,21 +113,24 @@ async def test_a_reader_that_leaves_leaves_nothing() -> None:
     append(r.generation)
 
 
-def test_the_pace_follows_the_rate() -> None:
-    clock = Clock()
-    pace = Pace(clock)
+def test_the_pace_follows_the_load() -> None:
+    clock, cpu = Clock(), Clock()
+    pace = Pace(clock, cpu)
 
-    def second(notes: int) -> int:
-        for _ in range(notes):
-            clock.now += 1 / notes
+    def seconds(busy: float, count: float = 1) -> int:
+        for _ in range(int(count * 100)):
+            clock.now += 0.01
+            cpu.now += 0.01 * busy
             pace.noted()
         return pace.steps
 
-    assert second(1000) == 1
-    assert second(11_000) == 1
-    assert second(20_000) == 2
-    assert second(30_000) == 3
-    assert second(200_000) == Pace.MOST
+    assert seconds(0.7, 5) == 1
+    more = seconds(0.95, 1.1)
+    assert more > 1
+    assert seconds(0.6, 5) == more, "it is what keeps the load there"
+    assert seconds(0.95, 5) == Pace.MOST
+    assert seconds(0.2, 5) == 1
+    assert seconds(0.95, 5) > 1
     clock.now += 100
     pace.noted()
     assert pace.steps == 1, "after a rest the first one is not kept waiting"
