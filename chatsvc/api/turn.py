@@ -25,6 +25,7 @@ class Turn:
         elsewhere: other processes with readers -> monotonic seconds until when that counts.
         ended_as: what the end counts as when somebody cancels the generation; None: nobody did.
         lost: another process ended it, thinking this one dead: nothing more is stored of it.
+        behind: the store did not take the last write, which was logged.
         saved: set when the final text is in the store (or its session is gone).
     """
 
@@ -36,6 +37,7 @@ class Turn:
     elsewhere: dict[str, float] = field(default_factory=dict)
     ended_as: Status | None = None
     lost: bool = False
+    behind: bool = False
     saved: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     grace: asyncio.TimerHandle | None = None

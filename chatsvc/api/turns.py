@@ -298,8 +298,13 @@ class Turns:
             turn.lost = True
             turn.end("interrupted")
         except StoreError as error:
-            log.warning("turn %s is not stored yet: %s", turn.id, error)
+            if not turn.behind:  # once: it is tried every second, and there may be many turns
+                log.warning("turn %s is not stored yet: %s", turn.id, error)
+            turn.behind = True
             return False
+        if turn.behind:
+            log.info("turn %s is stored again", turn.id)
+            turn.behind = False
         return True
 
     async def _bury(self, key: Key, answer: Message) -> None:

@@ -245,6 +245,20 @@ async def test_an_owner_that_dies_ends_its_readers_elsewhere_and_its_turn(
         turn.generation.cancel()
 
 
+async def test_an_owner_that_stops_in_order_tells_readers_elsewhere_all_it_has(redis_server: RedisServer) -> None:
+    async with pair(redis_server) as (one, two):
+        sid = await one.session()
+        await begin(one, sid, max_tokens=4000)
+        async with two.http.stream("GET", f"/v1/sessions/{sid}/stream") as r:
+            part = await read_answer(r, until=50)
+            await one.engine.stop()
+            await one.turns.close()
+            rest = await read_answer(r)
+        assert not rest.done and rest.error is not None  # no cut answer looks whole
+        message = await stored(two, sid)
+        assert (message["status"], message["content"]) == ("interrupted", part.text + rest.text)
+
+
 async def test_an_owner_that_was_given_up_says_so_to_its_readers(redis_server: RedisServer) -> None:
     async with pair(redis_server, lease=1.0) as (one, two):
         sid = await one.session()
