@@ -21,7 +21,7 @@ from chatsvc.bench.drive import Run, drive
 from chatsvc.bench.limits import Limits, measure
 from chatsvc.bench.rig import Rig
 from chatsvc.bench.waste import waste
-from chatsvc.cli import bench_allocator, bench_burst, bench_curves, bench_readers
+from chatsvc.cli import bench_allocator, bench_burst, bench_curves, bench_perplexity, bench_readers
 from chatsvc.cli.options import GroupedCommand, GroupedOption, given, options_of
 from chatsvc.config import ServeConfig
 from chatsvc.errors import ConfigError
@@ -243,5 +243,6 @@ def _print(document: dict[str, Any], outcome: Outcome) -> None:
 
 command.add_command(bench_allocator.command)
 command.add_command(bench_burst.command)
+command.add_command(bench_perplexity.command)
 command.add_command(bench_readers.command)
 command.add_command(bench_curves.command)

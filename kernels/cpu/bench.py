@@ -1,7 +1,9 @@
-"""How near the machine's limits the CPU kernels come: ``python -m kernels.cpu.bench [--threads N]``.
+"""How near the machine's limits the CPU kernels come: ``python -m kernels.cpu.bench [--threads N] [--weights FORMAT]``.
 
-Every figure stands beside its limit, max(bytes / read bandwidth, operations / float32 rate), both rates measured in the
-same run with torch on the same threads. Weights are random: what is measured does not depend on them.
+Every figure stands beside its limit, max(bytes / read bandwidth, float32 operations / float32 rate, int8 operations /
+twice that rate), both rates measured in the same run with torch on the same threads. Bytes are what a step cannot avoid
+reading: the weights as they are packed, and float32 keys and values. Weights are random: what is measured does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels.cpu.build import ensure
-from kernels.cpu.library import Library, Model, Sequences, Shape
+from kernels.cpu.library import SOURCES, Library, Model, Rows, Sequences, Shape, row_bytes
 
 # SmolLM2-135M.
 SHAPE = Shape(vocab=49152, hidden=576, layers=30, heads=9, kv_heads=3, dim=64, intermediate=1536, eps=1e-5)
@@ -39,8 +43,21 @@ def machine() -> tuple[float, float]:
     return big.numel() * 4 / read, 2 * 2048**3 / best(lambda: square @ square, 15)
 
 
-def random_model(library: Library, shape: Shape, threads: int) -> Model:
-    """A model of that shape, head and embedding tied."""
+def random_rows(fmt: str, n: int, k: int) -> Rows:
+    """Weights [n, k] in one of the kernels' formats."""
+    if fmt in ("f32", "f16", "bf16"):
+        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[fmt]
+        return Rows.of((torch.randn(n, k) * k**-0.5).to(dtype))
+    blocks = np.random.default_rng(n).integers(0, 256, (n, k // 32, row_bytes(fmt, 32)), dtype=np.uint8)
+    # Scales and least values that make ordinary weights.
+    blocks[:, :, 0:2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    if fmt == "q4_1":
+        blocks[:, :, 2:4] = np.frombuffer(np.float16(-0.075).tobytes(), np.uint8)
+    return Rows.at(fmt, k, blocks.reshape(n, -1))
+
+
+def random_model(library: Library, shape: Shape, threads: int, fmt: str, whole: bool) -> Model:
+    """A model of that shape, its layers in ``fmt``; head and embedding tied, and in q8_0 where layers have 4 bits."""
     model = Model(library, shape, threads)
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     sizes = {
@@ -52,20 +69,38 @@ def random_model(library: Library, shape: Shape, threads: int) -> Model:
     ones = torch.ones(shape.hidden)
     for layer in range(shape.layers):
         for kind, (n, k) in sizes.items():
-            model.linear(layer, kind, torch.randn(n, k) * k**-0.5, None)
+            model.linear(layer, kind, random_rows(fmt, n, k), None, whole)
         model.norms(layer, ones, ones, None, None)
-    model.linear(0, "head", torch.randn(shape.vocab, shape.hidden), None)
+    head = "q8_0" if fmt.startswith("q4") else fmt
+    model.linear(0, "head", random_rows(head, shape.vocab, shape.hidden), None, whole)
     model.finish(ones, tied=True)
     return model
 
 
-def work(shape: Shape, tokens: int, rows: int, keys: int, read: int) -> tuple[float, float]:
-    """(bytes, operations) of a step: ``keys`` summed over its queries, ``read`` summed over its sequences."""
-    layer = shape.hidden * ((2 * shape.heads + 2 * shape.kv_heads) * shape.dim + 3 * shape.intermediate)
-    head = shape.vocab * shape.hidden
-    size = 4.0 * (shape.layers * layer + head + read * shape.layers * 2 * shape.kv_heads * shape.dim)
-    attention = 4.0 * keys * shape.layers * shape.heads * shape.dim
-    return size, 2.0 * (tokens * shape.layers * layer + rows * head) + attention
+@dataclass(frozen=True)
+class Work:
+    """What a step cannot avoid; ``linear`` operations are int8 where the model's products are."""
+
+    kv_bytes: float
+    linear: float
+    attention: float
+
+    @classmethod
+    def of(cls, shape: Shape, tokens: int, rows: int, keys: int, read: int) -> Work:
+        """``keys``: summed over the step's queries; ``read``: over its sequences."""
+        layer = shape.hidden * ((2 * shape.heads + 2 * shape.kv_heads) * shape.dim + 3 * shape.intermediate)
+        return cls(
+            4.0 * read * shape.layers * 2 * shape.kv_heads * shape.dim,
+            2.0 * (tokens * shape.layers * layer + rows * shape.vocab * shape.hidden),
+            4.0 * keys * shape.layers * shape.heads * shape.dim,
+        )
+
+    def limit(self, weight_bytes: float, bandwidth: float, rate: float, whole: bool) -> float:
+        """Seconds."""
+        floats = self.attention + (0 if whole else self.linear)
+        return max(
+            (weight_bytes + self.kv_bytes) / bandwidth, floats / rate, self.linear / (2 * rate) if whole else 0.0
+        )
 
 
 class Steps:
@@ -78,8 +113,8 @@ class Steps:
         angles = torch.arange(8192)[:, None] * 10000.0 ** -(torch.arange(0, shape.dim, 2) / shape.dim)
         self.angles = torch.cat((angles.cos(), angles.sin()), dim=1)
 
-    def __call__(self, queries: int, sequences: int, length: int) -> tuple[Callable[[], torch.Tensor], float, float]:
-        """(a step in which each sequence computes its last ``queries`` tokens, its bytes, its operations)."""
+    def __call__(self, queries: int, sequences: int, length: int) -> tuple[Callable[[], torch.Tensor], Work]:
+        """(a step in which each sequence computes its last ``queries`` tokens, what that takes)."""
         each = -(-length // BLOCK)
         tables = [list(range(1 + i * each, 1 + (i + 1) * each)) for i in range(sequences)]
         positions = list(range(length - queries, length)) * sequences
@@ -87,41 +122,48 @@ class Steps:
         step = Sequences([queries] * sequences, [length] * sequences, tables, slots)
         ids = [(7 * i) % self.model.shape.vocab for i in range(queries * sequences)]
         wanted = [queries * (i + 1) - 1 for i in range(sequences)]
-        size, operations = work(
-            self.model.shape, len(ids), sequences, sum(p + 1 for p in positions), sequences * length
-        )
-        return lambda: self.model.forward(step, ids, positions, wanted, self.angles, self.pool), size, operations
+        work = Work.of(self.model.shape, len(ids), sequences, sum(p + 1 for p in positions), sequences * length)
+        return lambda: self.model.forward(step, ids, positions, wanted, self.angles, self.pool), work
+
+
+STEPS = (
+    ("decode, batch 1, context 256", 1, 1, 256),
+    ("decode, batch 4, context 256", 1, 4, 256),
+    ("decode, batch 16, context 256", 1, 16, 256),
+    ("decode, batch 64, context 256", 1, 64, 256),
+    ("decode, batch 1, context 4096", 1, 1, 4096),
+    ("decode, batch 64, context 512", 1, 64, 512),
+    ("prefill, 512 tokens", 512, 1, 512),
+    ("prefill, last 64 of 2048", 64, 1, 2048),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tries", type=int, default=8)
+    parser.add_argument("--weights", choices=SOURCES, default="q4_1", help="what the layers' weights come in [q4_1]")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     library = Library(ensure())
     bandwidth, rate = machine()
     print(
-        f"{library.simd}, {options.threads} threads: reads {bandwidth / 1e9:.1f} GB/s, float32 {rate / 1e9:.0f} GFLOP/s"
+        f"{library.simd}, int8 by {library.whole_simd}, {options.threads} threads, weights in {options.weights}: reads "
+        f"{bandwidth / 1e9:.1f} GB/s, float32 {rate / 1e9:.0f} GFLOP/s, load average {os.getloadavg()[0]:.1f}"
     )
-    print(f"load average {os.getloadavg()[0]:.1f}")
-    steps = Steps(random_model(library, SHAPE, options.threads), 64 * 512)
-    print(f"{'step':<34} {'ms':>8} {'limit ms':>9} {'share':>6} {'tokens/s':>9}")
-    for name, queries, sequences, length in (
-        ("decode, batch 1, context 256", 1, 1, 256),
-        ("decode, batch 4, context 256", 1, 4, 256),
-        ("decode, batch 16, context 256", 1, 16, 256),
-        ("decode, batch 64, context 256", 1, 64, 256),
-        ("decode, batch 1, context 4096", 1, 1, 4096),
-        ("decode, batch 64, context 512", 1, 64, 512),
-        ("prefill, 512 tokens", 512, 1, 512),
-        ("prefill, last 64 of 2048", 64, 1, 2048),
-    ):
-        step, size, operations = steps(queries, sequences, length)
-        seconds = best(step, options.tries)
-        limit = max(size / bandwidth, operations / rate)
-        tokens = queries * sequences / seconds
-        print(f"{name:<34} {seconds * 1e3:8.1f} {limit * 1e3:9.1f} {limit / seconds:6.0%} {tokens:9.0f}", flush=True)
+    print(f"{'products':<9} {'step':<30} {'ms':>8} {'limit ms':>9} {'share':>6} {'tokens/s':>9}")
+    for whole in (False, True):
+        model = random_model(library, SHAPE, options.threads, options.weights, whole)
+        steps = Steps(model, 64 * 512)
+        for name, queries, sequences, length in STEPS:
+            step, work = steps(queries, sequences, length)
+            seconds = best(step, options.tries)
+            limit = work.limit(model.weight_bytes, bandwidth, rate, whole)
+            print(
+                f"{'int8' if whole else 'float32':<9} {name:<30} {seconds * 1e3:8.1f} {limit * 1e3:9.1f} "
+                f"{limit / seconds:6.0%} {queries * sequences / seconds:9.0f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

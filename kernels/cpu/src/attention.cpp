@@ -63,7 +63,7 @@ void product(const float* a, long lda, const float* const* b, long shift, long k
     vf acc[M][W];
     Ahead own = ahead;
     tile<M, W>(
-        a, lda, [=](long kk) { return b[kk] + shift; }, k, acc, [&] { own.template fetch<W>(); });
+        a, lda, [=](long kk) { return b[kk] + shift; }, k, acc, [&] { own.template fetch<std::min(W, 3)>(); });
     ahead = own;
     for (int m = 0; m < M; ++m)
         for (int i = 0; i < W; ++i) v_store(c + m * ldc + i * VL, acc[m][i]);
@@ -197,7 +197,7 @@ void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& p
     }
 }
 
-void AttentionPlan::piece(const Piece& p, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer,
+void AttentionPlan::piece(const Piece& p, const Piece* next, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer,
                           float scale, float* out) {
     const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group;
     const Row* tokens = rows_.data() + p.row;
@@ -211,7 +211,7 @@ void AttentionPlan::piece(const Piece& p, Scratch& mem, const float* q, long ldq
             }
         }
     for (long seg = p.first; seg < p.end; ++seg)
-        for (long kv = p.kv_first; kv < p.kv_end; ++kv) segment(p, seg, kv, mem, pages, layer);
+        for (long kv = p.kv_first; kv < p.kv_end; ++kv) segment(p, next, seg, kv, mem, pages, layer);
     if (p.keep) return;
     for (long kv = p.kv_first; kv < p.kv_end; ++kv)
         for (long r = 0; r < rows; ++r) {
@@ -232,7 +232,8 @@ void AttentionPlan::each_run(const Piece& p, long first, long count, long size, 
     }
 }
 
-void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer) {
+void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv_head, Scratch& mem, const Pages& pages,
+                            long layer) {
     const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group, size = pages.block_size;
     const long base = (kv_head - p.kv_first) * rows;
     const Row* tokens = rows_.data() + p.row;
@@ -245,22 +246,24 @@ void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem
         const float* key = pages.at(block, layer, 0, offset) + kv_head * dim;
         for (long i = 0; i < n; ++i, key += pages.token()) keys[j + i] = key, values[j + i] = key + to_value;
     });
-    for (long j = 0; j < SEG; j += VL) transpose(keys + j, dim, mem.keys.data() + j, SEG);
     if (width_ != dim) {  // whole vectors must be readable
         for (long j = 0; j < SEG; ++j) {
             std::copy_n(values[j], dim, mem.values.data() + j * width_);
             values[j] = mem.values.data() + j * width_;
         }
     }
-    // With few rows the time goes into reading: the next segment comes nearer while this one is multiplied. All KV heads
-    // of a token lie together, and the first of them asks for all.
-    const long ahead = rows < 2 * MR && seg + 1 < p.end ? std::min(SEG, p.keys - first - SEG) : 0;
+    // With few rows the time goes into reading: the next segment, or the next piece's first, comes nearer while this one
+    // is multiplied. All KV heads of a token lie together, and the first of them asks for all.
     if (kv_head == p.kv_first) {
         mem.runs.clear();
-        each_run(p, first + SEG, ahead, size, [&](long block, long offset, long, long n) {
+        const bool more = seg + 1 < p.end;
+        const Piece* soon = more ? &p : next;
+        const long from = more ? first + SEG : soon ? soon->first * SEG : 0;
+        const long ahead = rows < 2 * MR && soon ? std::min(SEG, soon->keys - from) : 0;
+        if (ahead > 0) each_run(*soon, from, ahead, size, [&](long block, long offset, long, long n) {
             for (int value = 0; value < 2; ++value) {
-                const char* at = reinterpret_cast<const char*>(pages.at(block, layer, value, offset) + p.kv_first * dim);
-                mem.runs.push_back({at, at + (n * pages.token() - (kv_heads_ - p.kv_end + p.kv_first) * dim) * 4});
+                const char* at = reinterpret_cast<const char*>(pages.at(block, layer, value, offset) + soon->kv_first * dim);
+                mem.runs.push_back({at, at + (n * pages.token() - (kv_heads_ - soon->kv_end + soon->kv_first) * dim) * 4});
             }
         });
         mem.runs.push_back({nullptr, nullptr});
@@ -268,6 +271,11 @@ void AttentionPlan::segment(const Piece& p, long seg, long kv_head, Scratch& mem
     }
     Ahead coming(mem.runs.data());
     coming.run += mem.run, coming.at = mem.run_at;
+    for (long j = 0; j < SEG; j += VL)
+        for (long i = 0; i < dim; i += VL) {
+            coming.fetch<8>();  // evenly over the segment: memory that waits for nobody is memory that idles
+            transpose(keys + j, i, std::min<long>(dim, i + VL), mem.keys.data() + j, SEG);
+        }
 
     long begin = 0;  // rows whose position is before the segment have nothing here; positions ascend
     while (tokens[begin / group].position < first) begin += group;
@@ -303,7 +311,11 @@ void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages,
     const bool merging = !merges_.empty();
     w.each(
         static_cast<long>(pieces_.size()),
-        [&](long i) { piece(pieces_[i], scratch_[w.rank], q, ldq, pages, layer, scale, out); },
+        [&](long i) {
+            const size_t soon = i + scratch_.size();  // what this thread probably takes next
+            const Piece* next = soon < pieces_.size() ? &pieces_[soon] : nullptr;
+            piece(pieces_[i], next, scratch_[w.rank], q, ldq, pages, layer, scale, out);
+        },
         [&] { merging ? void() : last(); });
     if (!merging) return;
     w.each(

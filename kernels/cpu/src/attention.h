@@ -82,9 +82,10 @@ class AttentionPlan {
     void plan_decodes(const Pages& pages, int threads);
     void plan_shared(long begin, long end, long first, const Pages& pages);
     void add(long row, long rows, const Single& leader, long first, long end, long step, bool keep, long kv_step);
-    void piece(const Piece& p, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer, float scale,
-               float* out);
-    void segment(const Piece& p, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer);
+    // `next`: what this thread reads after it, or null.
+    void piece(const Piece& p, const Piece* next, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer,
+               float scale, float* out);
+    void segment(const Piece& p, const Piece* next, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer);
     template <class F>
     static void each_run(const Piece& p, long first, long count, long size, F&& f);
     float* partial(long at, long head) { return partials_.data() + (at * heads_ + head) * (width_ + 2); }

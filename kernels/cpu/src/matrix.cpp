@@ -149,7 +149,7 @@ void Matrix::pack(Source source, const void* const* rows, const float* given_bia
             if (format == Format::f32 && all) {
                 float* floats = reinterpret_cast<float*>(to);
                 for (long half = 0; half < NR; half += VL)
-                    transpose(reinterpret_cast<const float* const*>(from + half), k, floats + half, NR);
+                    transpose(reinterpret_cast<const float* const*>(from + half), 0, k, floats + half, NR);
             } else if (format == Format::f32) {
                 pack_numbers(from, k, reinterpret_cast<float*>(to));
             } else if (format != Format::q8 && format != Format::q4) {

@@ -134,9 +134,9 @@ static inline float s_exp(float x) {
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// dst[i * ld + j] = rows[j][i] for i < n, j < VL.
-static inline void transpose(const float* const* rows, long n, float* dst, long ld) {
-    long i = 0;
+// dst[i * ld + j] = rows[j][i] for first <= i < n, j < VL.
+static inline void transpose(const float* const* rows, long first, long n, float* dst, long ld) {
+    long i = first;
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     for (; i + 16 <= n; i += 16) {
         __m512 a[16], b[16];
