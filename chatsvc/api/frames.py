@@ -17,7 +17,7 @@ from chatsvc.api.timings import timings
 from chatsvc.api.tools import CallReading
 from chatsvc.engine.output import Delta, FinishReason, Generation, OutputLog
 from chatsvc.scheduler.plan import SampledToken
-from chatsvc.text.toolparser import CallBegin, Piece, Text, ToolCallParser
+from chatsvc.text.toolparser import CallArguments, CallBegin, CallEnd, Text, ToolCallParser
 
 SLICE = 64
 DONE = b"data: [DONE]\n\n"
@@ -193,7 +193,7 @@ class ChatShape(_Answered):
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.flush()
-        return [_piece(piece) for piece in pieces], parser.calls > 0
+        return [_piece(piece) for piece in pieces if not isinstance(piece, CallEnd)], parser.complete > 0
 
     def _choice(
         self, index: int, delta: str, logprobs: str = "null", finish: FinishReason | None = None, called: bool = False
@@ -255,7 +255,7 @@ def answer_message(text: str, calls: CallReading | None) -> dict[str, Any]:
             content += piece.text
         elif isinstance(piece, CallBegin):
             made.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        else:
+        elif isinstance(piece, CallArguments):
             made[piece.index]["function"]["arguments"] += piece.text
     message["content"] = content or (None if made else "")
     if made:
@@ -263,7 +263,7 @@ def answer_message(text: str, calls: CallReading | None) -> dict[str, Any]:
     return message
 
 
-def _piece(piece: Piece) -> str:
+def _piece(piece: Text | CallBegin | CallArguments) -> str:
     """A piece of an answer as the delta of a chunk."""
     if isinstance(piece, Text):
         return f'{{"content":{dumps(piece.text)}}}'

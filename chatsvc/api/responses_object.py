@@ -150,6 +150,8 @@ def _said(session_id: str, message: Message) -> dict[str, Any]:
     if not Settings.known(message):
         return {"role": "assistant", "content": message.content}
     output = Settings.of(session_id, message).output([message.content], "stop")
+    if any(item["status"] == "incomplete" for item in output):  # a broken call is told as it was written
+        return {"role": "assistant", "content": message.content}
     texts = [item["content"][0]["text"] for item in output if item["type"] == "message"]
     said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     calls = [item for item in output if item["type"] == "function_call"]

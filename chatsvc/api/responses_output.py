@@ -12,7 +12,7 @@ from typing import Any, Literal
 from chatsvc.api.frames import dumps
 from chatsvc.api.tools import CallReading
 from chatsvc.engine.output import FinishReason
-from chatsvc.text.toolparser import CallBegin, Piece, Text, ToolCallParser
+from chatsvc.text.toolparser import CallBegin, CallEnd, Piece, Text, ToolCallParser
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -75,6 +75,8 @@ class OutputWriter:
                     "arguments": "",
                 }
                 yield from self._begin(item)
+            elif isinstance(piece, CallEnd):
+                yield from self._close("completed" if piece.complete else "incomplete")
             else:
                 self.output[-1]["arguments"] += piece.text
                 yield self._event("function_call_arguments.delta", delta=piece.text)

@@ -53,7 +53,15 @@ class CallArguments:
     text: str
 
 
-Piece = Text | CallBegin | CallArguments
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """Call ``index`` has ended. ``complete``: its arguments are a JSON object; else they broke off, or the rules."""
+
+    index: int
+    complete: bool
+
+
+Piece = Text | CallBegin | CallArguments | CallEnd
 
 
 class _State(Enum):
@@ -99,7 +107,9 @@ class ToolCallParser:
         self._name: str | None = None
         self._after_call = False
         self.calls = 0
-        """Calls so far."""
+        """Calls so far, the one that is being written not counted."""
+        self.complete = 0
+        """Those of them that can be made."""
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that are certain now."""
@@ -243,6 +253,7 @@ class ToolCallParser:
             return
         self._send_arguments()
         if self._sent and self._arguments_at is not None:  # what was handed on cannot be taken back
+            self._out.append(CallEnd(self.calls, complete=False))
             self.calls += 1
             self._held = self._object[self._arguments_at + self._sent :]
         else:
@@ -251,6 +262,10 @@ class ToolCallParser:
         self._no_call("")
 
     def _next_object(self) -> None:
+        """The object is a call."""
+        if not self._dropped():
+            self._out.append(CallEnd(self.calls, complete=True))
+            self.complete += 1
         self.calls += 1
         self._after_call = True
         self._held, self._object = [], []

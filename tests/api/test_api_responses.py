@@ -216,6 +216,24 @@ def test_a_forced_call_in_the_history(api: Any, server: Server, end: str) -> Non
     assert prompt_of(server.engine) == f"user: xassistant: {written}tool: hotassistant: "
 
 
+def test_a_broken_call(api: Any, server: Server) -> None:
+    server.engine.script = text_script('<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>')
+    answer = api.create(input="x", tools=[WEATHER])
+    call, rest = answer.output
+    assert (call.status, call.arguments, rest.status) == ("incomplete", '{"city": ', "completed")
+    assert answer.status == "completed" and rest.content[0].text == "oops}}</tool_call>"
+    with api.stream(model="tiny", input="x", tools=[WEATHER]) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_response()
+    for item in (streamed.output[0], api.retrieve(streamed.id).output[0]):
+        assert (item.status, item.arguments) == (call.status, call.arguments)
+    assert streamed.output_text == answer.output_text
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "r"}
+    with pytest.raises(openai.BadRequestError, match="call_id"):  # it was never a call
+        api.create(input=[output], previous_response_id=answer.id)
+
+
 def test_the_cap(api: Any, server: Server) -> None:
     answer = api.create(input="x", max_output_tokens=3)
     assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"

@@ -100,6 +100,16 @@ def test_what_is_no_call_is_content(chat: Post, server: Server, engine: Scripted
     assert joined(stream(server.port, {**CHAT, "tools": [WEATHER]})) == (output, [], "stop")
 
 
+def test_a_call_that_breaks_when_it_was_begun(chat: Post, server: Server, engine: ScriptedEngine) -> None:
+    output = '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>'
+    engine.script = text_script(output)
+    choice = chat().json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": output, "refusal": None}
+    content, calls, finish = joined(stream(server.port, {**CHAT, "tools": [WEATHER]}))
+    assert [c["function"]["arguments"] for c in calls] == ['{"city": '] and content == "oops}}</tool_call>"
+    assert finish == choice["finish_reason"] == "stop"  # nobody is to make that call
+
+
 def test_a_call_that_the_cap_cuts_off(chat: Post, server: Server, engine: ScriptedEngine) -> None:
     engine.script = text_script(TWO)
     for cap in range(1, len(TWO.encode()), 7):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatsvc.text.toolparser import CallArguments, CallBegin, Piece, Text, ToolCallParser
+from chatsvc.text.toolparser import CallArguments, CallBegin, CallEnd, Piece, Text, ToolCallParser
 
 F = '{"name": "f", "arguments": {"a": 1}}'
 G = '{"name": "g", "arguments": {"s": "}</tool_call>\\"{é"}}'
@@ -20,6 +20,7 @@ G = '{"name": "g", "arguments": {"s": "}</tool_call>\\"{é"}}'
 class Seen:
     text: str = ""
     calls: list[tuple[str, str, str]] = field(default_factory=list)  # id, name, arguments
+    complete: list[bool] = field(default_factory=list)
 
     def add(self, pieces: list[Piece]) -> Seen:
         for piece in pieces:
@@ -28,6 +29,9 @@ class Seen:
             elif isinstance(piece, CallBegin):
                 assert piece.index == len(self.calls)
                 self.calls.append((piece.id, piece.name, ""))
+            elif isinstance(piece, CallEnd):
+                assert piece.index == len(self.calls) - 1
+                self.complete += [piece.complete]
             else:
                 assert isinstance(piece, CallArguments) and piece.index == len(self.calls) - 1 and piece.text
                 identity, name, arguments = self.calls[-1]
@@ -47,6 +51,8 @@ def parse(pieces: list[str] | str, *, eager: bool = False, max_calls: int | None
         seen.add(parser.push(piece))
     seen.add(parser.flush())
     assert [c[0] for c in seen.calls] == [f"call_{i}" for i in range(len(seen.calls))]
+    assert len(seen.complete) == len(seen.calls) and sum(seen.complete) == parser.complete
+    assert eager or all(seen.complete)
     return seen
 
 
@@ -122,6 +128,7 @@ def test_a_broken_call_is_text_as_a_whole_or_what_was_handed_on_and_a_rest(outpu
         handed_on = "".join(arguments for _, _, arguments in seen.calls)
         rest = output[output.index('{"a"') :] if seen.calls else output
         assert handed_on + seen.text == rest  # nothing is lost, nothing comes twice
+        assert seen.complete == [False]
 
 
 def test_text_after_a_complete_object_is_text() -> None:
@@ -169,7 +176,7 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.push('{"text": "on') == [CallBegin(0, "id", "write"), CallArguments(0, '{"text": "on')]
     assert parser.push('ce"') == [CallArguments(0, 'ce"')]
     assert parser.push("}") == [CallArguments(0, "}")]
-    assert parser.push("}</tool_call>\n") == [] and parser.flush() == [] and parser.calls == 1
+    assert parser.push("}</tool_call>\n") == [CallEnd(0, complete=True)] and parser.flush() == [] and parser.calls == 1
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from chatsvc.modelfiles import ModelFiles
 from chatsvc.text.template import ChatTemplate, load_template
 from chatsvc.text.tokenizer import Tokenizer, load_tokenizer
-from chatsvc.text.toolparser import CallArguments, CallBegin, ToolCallParser
+from chatsvc.text.toolparser import CallArguments, CallBegin, CallEnd, ToolCallParser
 from chatsvc.text.toolprompt import forced_start, with_arguments_as_objects, with_calls_as_text, with_tools
 
 HERMES = """{%- if tools %}{{- '<|im_start|>system\n<tools>' }}
@@ -133,4 +133,4 @@ def test_a_forced_start_and_what_a_model_writes_after_it_is_a_call(native: bool,
     assert parser.push(start) == []
     rest = ' {"a": 1}}' if name else ' "look", "arguments": {"a": 1}}'
     pieces = parser.push(rest + ("" if native else "]") + "</tool_call>") + parser.flush()
-    assert pieces == [CallBegin(0, "id", "look"), CallArguments(0, '{"a": 1}')]
+    assert pieces == [CallBegin(0, "id", "look"), CallArguments(0, '{"a": 1}'), CallEnd(0, complete=True)]
