@@ -16,6 +16,7 @@ from chatsvc.api.middleware import RequestInfo
 from chatsvc.api.search import best
 from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
+from chatsvc.api.timings import told
 from chatsvc.engine.output import Delta, Generation, OutputLog
 from chatsvc.engine.wake import Pace
 from chatsvc.errors import ChatsvcError, EngineError, Overloaded
@@ -116,7 +117,7 @@ class Answer:
         fields["cached_tokens"] = counts["prompt_tokens_details"]["cached_tokens"]
         fields["completion_tokens"] = counts["completion_tokens"]
         fields["finish"] = [choice.finish_reason for g in self.generations for choice in g.logs]
-        fields.update({name: value for name, value in counts["timings"].items() if value is not None})
+        fields.update(told(self.generations))
 
 
 def failure(choice: OutputLog) -> ChatsvcError:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
+from chatsvc.api.timings import told
 from chatsvc.api.tracing import NoTracing, Tracing
 from chatsvc.engine.output import Generation
 from chatsvc.engine.protocol import Engine
@@ -91,6 +92,7 @@ class Desk:
             if ticket is not None:
                 begun = generation.timings.scheduled is not None
                 ticket.close(size, generation.num_output_tokens, begun=begun)
+            info.fields.update(told([generation]))
             self._tracing.ended(info.trace, info.id, generation)
 
         generation.watch(look)

@@ -31,6 +31,11 @@ def timings(generations: Sequence[Generation]) -> dict[str, float | None]:
     }
 
 
+def told(generations: Sequence[Generation]) -> dict[str, float]:
+    """What has happened of them, for a log line."""
+    return {name: value for name, value in timings(generations).items() if value is not None}
+
+
 def _first(times: Iterable[float | None]) -> float | None:
     return min((t for t in times if t is not None), default=None)
 

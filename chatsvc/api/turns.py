@@ -364,7 +364,8 @@ class Turns:
     def events(self, turn: Turn, cursor: int) -> AsyncIterator[bytes]:
         """The turn as server-sent events from ``cursor`` (tokens already seen) to its end; see
         :func:`chatsvc.api.turnstream.turn_events`. The reader is :meth:`attach`-ed meanwhile."""
-        return turn_events(turn, cursor, self._services.model_name, partial(self._await_saved, wait=READER_WAIT))
+        services, saved = self._services, partial(self._await_saved, wait=READER_WAIT)
+        return turn_events(turn, cursor, services.model_name, saved, services.pace)
 
     async def _session(self, key: Key) -> Session:
         session = await self._store.get(*key)

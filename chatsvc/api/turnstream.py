@@ -11,11 +11,12 @@ from chatsvc.api.replica import LOST, Replica
 from chatsvc.api.sse import closing
 from chatsvc.api.turn import Turn
 from chatsvc.engine.output import Delta
+from chatsvc.engine.wake import Pace
 from chatsvc.errors import StoreError
 
 
 async def turn_events(
-    turn: Turn, cursor: int, model: str, saved: Callable[[Turn], Awaitable[None]]
+    turn: Turn, cursor: int, model: str, saved: Callable[[Turn], Awaitable[None]], pace: Pace
 ) -> AsyncIterator[bytes]:
     """The turn's events from ``cursor`` (tokens already seen) to its end.
 
@@ -45,7 +46,7 @@ async def turn_events(
             yield b"event: snapshot\n" + _chunk(turn, head, Delta(0, text, (), start), text, True, False).encode()
     has_tail = cursor > len(log.tokens)
     begun = cursor > 0
-    async with closing(generation.read([min(cursor, len(log.tokens))])) as reads:
+    async with closing(generation.read([min(cursor, len(log.tokens))], pace)) as reads:
         async for (delta,) in reads:
             text = delta.text if begun else turn.prefix + delta.text
             if has_tail and log.tail and text.endswith(log.tail):

@@ -15,6 +15,7 @@ from chatsvc.api.answers_schema import Usage
 from chatsvc.api.timings import timings
 from chatsvc.engine.output import Generation, Timings
 from chatsvc.scheduler.plan import SampledToken
+from chatsvc.sessions.memory import MemoryStore
 
 PATH = "/v1/chat/completions"
 
@@ -81,3 +82,17 @@ def test_OB_01_OB_04_each_request_has_one_log_line_with_its_end_and_its_times(
     assert whole["queue_seconds"] >= 0 and whole["prefill_seconds"] >= 0 and whole["first_token_seconds"] >= 0
     assert (gone["request_id"], gone["outcome"], gone["finish"]) == ("gone", "client_gone", ["abort"])
     assert gone["completion_tokens"] == 0 and "first_token_seconds" not in gone
+
+
+def test_OB_04_the_log_line_of_a_sessions_answer_has_its_times(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "chatsvc.access")
+    with Server(store=MemoryStore(60.0)) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        session = http.post("/v1/sessions", json={}).json()["id"]
+        body = {"content": "hi", "max_tokens": 4}
+        assert http.post(f"/v1/sessions/{session}/messages", json=body).text.endswith("[DONE]\n\n")
+        for _ in range(200):
+            if len(lines(caplog)) == 2:
+                break
+            server.call(lambda: None)
+    line = lines(caplog)[-1]
+    assert line["path"].endswith("/messages") and line["queue_seconds"] >= 0 and line["first_token_seconds"] >= 0
