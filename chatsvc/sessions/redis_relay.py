@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,8 +26,7 @@ from chatsvc.sessions.relay import Note
 log = logging.getLogger(__name__)
 
 LOG_LENGTH = 1000
-LOG_LIFE = 120.0  # seconds since its last batch, give or take LIFE_EVERY
-LIFE_EVERY = 10.0
+LOG_LIFE = 120.0  # seconds since its last batch
 INBOX_LENGTH = 1000
 INBOX_LIFE = 60.0
 BLOCK = 2.0  # seconds; the reading connection's socket time-out has to be longer
@@ -65,7 +63,6 @@ class RedisRelay:
         self._followed: dict[str, _Followed] = {}
         self._inbox = _inbox_key(name)
         self._inbox_at = "0"
-        self._lives: dict[str, float] = {}
         self._reader: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -105,19 +102,12 @@ class RedisRelay:
     # -- inside the guard --------------------------------------------------------------------------------------
 
     async def _add(self, batches: Sequence[tuple[str, str]]) -> None:
-        now = time.monotonic()
-        renewed = []
         async with self._client.pipeline(transaction=False) as pipe:
             for turn, text in batches:
                 key = _log_key(turn)
                 pipe.xadd(key, {"b": text}, maxlen=self._log_length, approximate=True)
-                if now - self._lives.get(turn, 0.0) > LIFE_EVERY:
-                    pipe.pexpire(key, int(LOG_LIFE * 1000))
-                    renewed.append(turn)
+                pipe.pexpire(key, int(LOG_LIFE * 1000))  # every time: Redis may have lost the key since the last
             await pipe.execute()
-        self._lives.update(dict.fromkeys(renewed, now))
-        if len(self._lives) > 4096:
-            self._lives = {turn: at for turn, at in self._lives.items() if now - at <= LIFE_EVERY}
 
     async def _page(self, turn: str, after: str) -> list[Any]:
         entries: list[Any] = await self._client.xrange(_log_key(turn), min=f"({after}", count=PAGE)
