@@ -320,7 +320,7 @@ class Responses:
             self._turns.attach(run.turn)
         settings = self._services.settings
         return EventStream(
-            run_events(run, after, self._stored_end),
+            run_events(run, after, self._stored_end, self._services.pace),
             ping=settings.ping_interval,
             send_timeout=settings.send_timeout,
             on_close=lambda: self._left(run, leaves_running=leaves_running),

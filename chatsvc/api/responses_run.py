@@ -14,6 +14,7 @@ from chatsvc.api.responses_output import Event, OutputWriter, event_frame, finis
 from chatsvc.api.sse import closing
 from chatsvc.api.turn import Turn
 from chatsvc.engine.output import Generation
+from chatsvc.engine.wake import Pace
 from chatsvc.errors import StoreError
 
 
@@ -34,7 +35,9 @@ class Run:
         return self.settings.response(output, finished_fields(log.finish_reason, error=log.error), counts)
 
 
-async def run_events(run: Run, after: int, stored: Callable[[Run], Awaitable[None]]) -> AsyncIterator[bytes]:
+async def run_events(
+    run: Run, after: int, stored: Callable[[Run], Awaitable[None]], pace: Pace
+) -> AsyncIterator[bytes]:
     """The events whose ``sequence_number`` is above ``after``, to the end.
 
     Args:
@@ -49,7 +52,7 @@ async def run_events(run: Run, after: int, stored: Callable[[Run], Awaitable[Non
     begun = run.settings.response([], finished_fields(None), None)
     yield b"".join(frame({"type": f"response.{kind}", "response": begun}) for kind in ("created", "in_progress"))
     writer, log, at = OutputWriter(run.settings.hexid, run.settings.calls), run.generation.logs[0], 0
-    async with closing(run.generation.read()) as reads:
+    async with closing(run.generation.read(pace=pace)) as reads:
         async for (delta,) in reads:
             pieces = log.pieces[at : delta.cursor]
             at = delta.cursor
