@@ -77,6 +77,22 @@ def test_compiled_kernels_are_for_float32_on_a_cpu() -> None:
         make_backend("cpu", "cuda")
 
 
+def test_int8_is_done_by_the_compiled_kernels_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("torch", "triton"):
+        with pytest.raises(ConfigError, match=f"--quantization int8.*--attention-backend {name}"):
+            make_backend(name, "cpu", int8=True)
+    with pytest.raises(ConfigError, match=r"--quantization int8 is for float32 on a CPU.*bfloat16 on cpu"):
+        make_backend("auto", "cpu", dtype=torch.bfloat16, int8=True)
+    with pytest.raises(ConfigError, match="float32 on cuda"):
+        make_backend("auto", "cuda", int8=True)
+    if compiler():
+        assert make_backend("auto", "cpu", int8=True).name == make_backend("cpu", "cpu", int8=True).name == "cpu-int8"
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--quantization int8 needs the compiled CPU kernels: no C\+\+ compiler"):
+        make_backend("auto", "cpu", int8=True)
+
+
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
