@@ -209,7 +209,7 @@ def measure_machine() -> Machine:
     return Machine(torch.cuda.get_device_name(), 2 * source.numel() / copy, 2 * side**3 / product)
 
 
-def measure(machine: Machine, heads: Heads, programs: int) -> Iterator[str]:
+def measure(machine: Machine, heads: Heads, programs: int, device: str = "cuda") -> Iterator[str]:
     """The tables."""
     rows = []
     for context in DECODE_CONTEXTS:
@@ -217,20 +217,20 @@ def measure(machine: Machine, heads: Heads, programs: int) -> Iterator[str]:
             if size * context > MOST_KEYS:
                 continue
             batch = batch_of(size, 1, context)
-            runner = Runner(batch, heads, "cuda")
+            runner = Runner(batch, heads, device)
             ours = seconds(runner.launch(cascade=False, programs=programs))
             rows.append(decode_row(batch, heads, machine, ours, seconds(runner.torchs())))
     yield table("Decode", ("batch", "context", "ms", "of copy bandwidth", "torch SDPA ms"), rows)
     rows = []
     for query, context in PREFILLS:
         batch = batch_of(1, query, context)
-        runner = Runner(batch, heads, "cuda")
+        runner = Runner(batch, heads, device)
         ours = seconds(runner.launch(cascade=False, programs=programs))
         rows.append(prefill_row(batch, heads, machine, ours, seconds(runner.torchs())))
     yield table("Prefill", ("query", "context", "ms", "of bf16 matmul rate", "torch SDPA ms"), rows)
     rows = []
     for size, shared, own in CASCADES:
-        runner = Runner(batch_of(size, 1, shared + own, shared), heads, "cuda")
+        runner = Runner(batch_of(size, 1, shared + own, shared), heads, device)
         plain, cascade = (seconds(runner.launch(cascade=on, programs=programs)) for on in (False, True))
         rows.append([str(size), str(shared), str(own), f"{plain * 1e3:.3f}", f"{cascade * 1e3:.3f}"])
         rows[-1].append(f"{plain / cascade:.1f}x")

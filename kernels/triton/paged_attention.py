@@ -241,9 +241,12 @@ def tile_shape(
     ``python -m kernels.compile_check --full``.
     """
     dim_padded = max(16, triton.next_power_of_2(head_dim))
-    keys = 64 if dim_padded <= 64 else 32
-    if dtype == torch.float32 or (fp8 and dim_padded > 128):
-        keys //= 2
+    if fp8:
+        keys = 32 if dim_padded <= 128 else 16
+    elif dtype == torch.float32:
+        keys = 32 if dim_padded <= 64 else 16
+    else:
+        keys = 64 if dim_padded <= 64 else 32
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,

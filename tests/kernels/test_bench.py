@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,29 @@ def test_every_timed_case_is_checked_first() -> None:
     errors = dict(bench.right("cpu", SMALL, programs=10**4))
     assert set(errors) == {"decode", "split decode", "prefill", "cascade"}
     assert all(error < 0.05 for error in errors.values()), errors
+
+
+def test_every_table_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole measurement in the interpreter: one case of each table, and a clock that stands still."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(bench, "DECODE_CONTEXTS", (20, 40))
+    monkeypatch.setattr(bench, "DECODE_BATCHES", (1, 2))
+    monkeypatch.setattr(bench, "MOST_KEYS", 40)
+    monkeypatch.setattr(bench, "PREFILLS", ((8, 8), (4, 20)))
+    monkeypatch.setattr(bench, "CASCADES", ((3, 160, 10),))
+    calls: list[None] = []
+
+    def one_second(f: Callable[[], object]) -> float:
+        f()
+        calls.append(None)
+        return 1.0
+
+    monkeypatch.setattr(bench, "seconds", one_second)
+    text = "\n".join(bench.measure(Machine("test", 1e12, 1e15), SMALL, 4, "cpu"))
+    assert [line for line in text.splitlines() if line[:1].isalpha()] == ["Decode", "Prefill", "Shared prefix"]
+    assert len([line for line in text.splitlines() if line.startswith("| ")]) == 3 + 3 + 3 + 2 + 1
+    assert len(calls) == 2 * 3 + 2 * 2 + 2
+    assert "| 3 | 160 | 10 | 1000.000 | 1000.000 | 1.0x |" in text
 
 
 def test_torch_beside_ours_computes_the_same() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import assert_close, hf_logits, save, tiny, token_ids
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from chatsvc.models.loader import load_model
-from chatsvc.runtime import kv
+from chatsvc.runtime import kv, sampler
 from chatsvc.runtime.runner import ModelRunner
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SamplingRow, ScheduledRow, SchedulerOutput
@@ -91,6 +93,36 @@ def test_a_step_samples_on_the_device(tmp_path: Path) -> None:
     assert token.token_id == int(want.argmax())
     assert token.logprob == pytest.approx(float(want.log_softmax(0).max()), abs=1e-3)
     assert [t for t, _ in token.top] == want.topk(2).indices.tolist()
+
+
+class Waits(TorchDispatchMode):
+    """Operations whose result the host must know before it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(part in name for part in ("local_scalar_dense", "nonzero", "unique", "masked_select", "equal.default")):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path) -> None:
+    """Neither the model nor the sampler, with everything that a sampler can be asked for."""
+    runner = runner_of("llama", tmp_path)
+    params = SamplingParams(
+        max_tokens=4, top_k=5, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.1, logit_bias={3: 1.0}, logprobs=2
+    )
+    how = SamplingRow(params, 0, 9, forbidden_ids=(7,), prompt_ids=(1, 2), output_ids=(3, 3))
+    plan = SchedulerOutput(0, (ScheduledRow(0, tuple(token_ids(9).tolist()), 0, (1, 2), 0, how),))
+    with Waits() as waits:
+        assert runner.run(plan).tokens
+    assert waits.found == []
+    with Waits() as control:
+        sampler.sample(torch.ones(1, 9), [how])
+    assert control.found, "the sampler on the host does wait: the test can see it"
 
 
 def test_a_chunk_that_samples_nothing(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_ties_on_the_border_keep_the_lower_ids() -> None:
         {"top_k": 3, "top_p": 0.99},
         {"temperature": 0.0},
     ]
+    ways += [{"top_k": 30, "temperature": 100.0}] * 4  # cuts through the zeros
     rows = [row(position=p, seed=3, **way) for p, way in enumerate(ways)]
     logits = logits_of(len(rows), 60, scale=1.0).round()
     logits[logits == 0] = -0.0  # equal to 0.0, other bits
