@@ -15,6 +15,7 @@ import torch
 from chatsvc.config import usable_cpus
 from chatsvc.errors import ConfigError
 from chatsvc.models.config import ModelConfig
+from chatsvc.models.cpu_step import CpuModel
 from chatsvc.runtime import kv
 from chatsvc.runtime.runner import ModelRunner
 from chatsvc.scheduler.params import SamplingParams
@@ -88,14 +89,17 @@ def _machine(dtype: torch.dtype, tries: int, elements: int, side: int) -> tuple[
     return read, 2 * side**3 / _best(lambda: x @ y, tries)
 
 
-def step_work(config: ModelConfig, itemsize: int, batch: int, context: int) -> tuple[int, int]:
-    """(bytes read, floating-point operations) that a decode step cannot avoid."""
+def step_work(
+    config: ModelConfig, itemsize: int, batch: int, context: int, weight_bytes: int | None = None
+) -> tuple[int, int]:
+    """(bytes read, floating-point operations) that a decode step cannot avoid; ``weight_bytes``: what the weights take,
+    where that is not ``itemsize`` for each."""
     d, heads, kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
     layer = config.hidden_size * ((2 * heads + 2 * kv_heads) * d + 3 * config.intermediate_size)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     cached = batch * context * config.num_layers * 2 * kv_heads * d
     attention = batch * context * config.num_layers * 4 * heads * d
-    return (weights + cached) * itemsize, 2 * weights * batch + attention
+    return (weight_bytes or weights * itemsize) + cached * itemsize, 2 * weights * batch + attention
 
 
 def measure(runner: ModelRunner, config: ModelConfig, *, tries: int = 8) -> Limits:
@@ -115,7 +119,8 @@ def measure(runner: ModelRunner, config: ModelConfig, *, tries: int = 8) -> Limi
         rows = tuple(ScheduledRow(i, (1,), CONTEXT - 1, t, CONTEXT - 1, sampling) for i, t in enumerate(tables))
         plan = SchedulerOutput(0, rows)
         seconds = _best(lambda plan=plan: own.run(plan), tries)  # type: ignore[misc]
-        needed, work = step_work(config, model.dtype.itemsize, batch, CONTEXT)
+        packed = model.weight_bytes if isinstance(model, CpuModel) else None
+        needed, work = step_work(config, model.dtype.itemsize, batch, CONTEXT, packed)
         by_bytes, by_work = needed / read, work / rate
         bound = "bandwidth" if by_bytes >= by_work else "arithmetic"
         limit = max(by_bytes, by_work)

@@ -24,6 +24,7 @@ from chatsvc.config import ServeConfig, usable_cpus, usable_memory
 from chatsvc.engine.build import device_of, dtype_of
 from chatsvc.errors import ChatsvcError
 from chatsvc.modelfiles import resolve
+from chatsvc.models.attention.cpu_backend import CpuBackend
 from chatsvc.models.attention.select import make_backend
 from chatsvc.models.config import ModelConfig
 from chatsvc.models.loader import load_config
@@ -118,14 +119,16 @@ def _kernels(config: ServeConfig) -> list[Finding]:
     triton = importlib.util.find_spec("triton") is not None
     cxx = compiler()
     wanted = config.attention_backend == "cpu" or (config.attention_backend == "auto" and dtype == torch.float32)
+    int8 = config.quantization == "int8"
     if device.type == "cpu" and wanted and cxx and not built():
         attention = Finding("attention", "ok", "compiled CPU kernels; the first start compiles them (about 10 s)")
-    elif device.type == "cpu" and wanted and not cxx and config.attention_backend == "auto":
+    elif device.type == "cpu" and wanted and not cxx and config.attention_backend == "auto" and not int8:
         text = "plain torch on cpu, which is slower: a C++ compiler (g++ or clang++) would give compiled kernels"
         attention = Finding("attention", "warn", text)
     else:
-        backend = make_backend(config.attention_backend, device, dtype=dtype)
-        attention = Finding("attention", "ok", f"{type(backend).__name__} on {device}")
+        backend = make_backend(config.attention_backend, device, dtype=dtype, int8=int8)
+        how = f", {backend.products}" if isinstance(backend, CpuBackend) else ""
+        attention = Finding("attention", "ok", f"{type(backend).__name__} on {device}{how}")
     return [
         attention,
         Finding(

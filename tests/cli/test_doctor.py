@@ -75,11 +75,18 @@ def test_attention_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if compiler():
+        with monkeypatch.context() as shared:
+            shared.delenv("XDG_CACHE_HOME")
+            assert "CpuBackend on cpu, float32 products" in attention().text or "first start" in attention().text
+            assert "int8 products" in attention(quantization="int8").text or "first start" in attention().text
         assert "first start compiles" in attention().text
         assert list(tmp_path.iterdir()) == [], "looking changes nothing"
     assert "TorchBackend" in attention(attention_backend="torch").text
     assert "TorchBackend" in attention(dtype="bfloat16").text
+    refused = collect(ServeConfig.of(session_store="memory://", quantization="int8", attention_backend="torch"))
+    assert any(f.level == "fail" and "--quantization int8" in f.text for f in refused)
     monkeypatch.setattr("shutil.which", lambda name: None)
+    assert attention(quantization="int8").level == "fail"
     assert attention().level == "warn" and "C++ compiler" in attention().text
     assert attention(attention_backend="cpu").level == "fail"
 

@@ -51,15 +51,19 @@ class CpuBackend:
         self._torch = TorchBackend()
         self._attention: Attention | None = None
 
+    @property
+    def products(self) -> str:
+        """What linear layers are computed with, for people."""
+        return f"int8 products ({self.library.whole_simd})" if self.int8 else f"float32 products ({self.library.simd})"
+
     def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:
         """The model packed straight from its files, or None: the caller reads it. Raises: ModelError, MemoryError."""
         if dtype != torch.float32:
             return None
         began = time.perf_counter()
         packed = self._pack(FileWeights(model), Rotary(model.config, torch.device("cpu"), model.rope_factors))
-        how = f"int8 products ({self.library.whole_simd})" if self.int8 else f"float32 products ({self.library.simd})"
         seconds = time.perf_counter() - began
-        log.info("weights: %d MiB, packed in %.2f s, %s", packed.weight_bytes >> 20, seconds, how)
+        log.info("weights: %d MiB, packed in %.2f s, %s", packed.weight_bytes >> 20, seconds, self.products)
         return packed
 
     def fuse(self, model: CausalLM | FusedModel) -> CausalLM | FusedModel:
