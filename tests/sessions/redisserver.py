@@ -23,10 +23,13 @@ def find_redis() -> str | None:
     return shutil.which("redis-server")
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def free_port(below: int = 65536) -> int:
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port < below:
+            return port
 
 
 class RedisServer:
@@ -35,7 +38,7 @@ class RedisServer:
     def __init__(self, folder: Path, *args: str) -> None:
         binary = find_redis()
         assert binary is not None
-        self.port = free_port()
+        self.port = free_port(55536)  # in cluster mode it also listens 10,000 higher
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._command = [
             binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",

@@ -14,6 +14,7 @@ from chatsvc.api.replica import Replica, Sent
 from chatsvc.api.turn import Turn
 from chatsvc.api.turnstream import turn_events
 from chatsvc.engine.output import Generation
+from chatsvc.engine.wake import Pace
 from chatsvc.scheduler.plan import SampledToken
 from chatsvc.sessions.base import Message
 
@@ -69,7 +70,7 @@ async def read(turn: Turn, cursor: int) -> bytes:
     async def at_once(turn: Turn) -> None:
         return None
 
-    return b"".join([event async for event in turn_events(turn, cursor, "tiny", at_once)])
+    return b"".join([event async for event in turn_events(turn, cursor, "tiny", at_once, Pace())])
 
 
 async def test_a_reader_who_is_ahead_of_the_replica_gets_nothing_twice() -> None:
