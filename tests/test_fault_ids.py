@@ -1,7 +1,7 @@
 """Every grave kind of fault that servers like this one are known for has a test that is named after it.
 
 The ids are those of the project's list of known faults: OA the API, CT chat templates, SA sampling, ST streams, OB what
-operators see, SE security, SH health and overload.
+operators see, SE security, SH health and overload, RD sessions and Redis.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ GRAVE = {
     "OB": "01",
     "SE": "01 02 03 04 05 06 08",
     "SH": "01 02 04 05 06",
+    "RD": "01 02 03 04 06",
 }
 IDS = [f"{kind}_{number}" for kind, numbers in GRAVE.items() for number in numbers.split()]
-ID = re.compile(r"(?<![A-Z])(?:" + "|".join(GRAVE) + r")_\d\d(?=_|$)")
+ID = re.compile(r"(?<![a-z])(?:" + "|".join(GRAVE) + r")_\d\d(?=_|$)", re.IGNORECASE)
 
 
 def names_by_id() -> dict[str, list[str]]:
@@ -33,7 +34,7 @@ def names_by_id() -> dict[str, list[str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 for fault in ID.findall(node.name):
-                    found[fault].append(f"{path.name}::{node.name}")
+                    found[fault.upper()].append(f"{path.name}::{node.name}")
     return found
 
 
