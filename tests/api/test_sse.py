@@ -128,6 +128,24 @@ async def test_a_blocked_ping_does_not_come_after_the_end() -> None:
     assert case.wire.bodies[-1] == b"" and b"a" in case.wire.bodies
 
 
+async def test_the_end_waits_for_a_ping_that_is_under_way() -> None:
+    case = Case(ping=0.02)
+    begun, plain = asyncio.Event(), case.wire.send
+
+    async def send(message: Any) -> None:
+        if message.get("body") == PING:
+            begun.set()
+            await asyncio.sleep(0.05)
+        await plain(message)
+
+    case.wire.send = send  # type: ignore[method-assign]
+    task = case.run()
+    await begun.wait()
+    case.source.queue.put_nowait(None)
+    await task
+    assert case.wire.bodies == [PING, b""]
+
+
 async def test_a_client_that_leaves_ends_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     case = Case()

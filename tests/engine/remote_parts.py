@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from engine_harness import FIRST, LAST, VOCAB, ByteTokenizer
@@ -24,6 +25,13 @@ def emoji(step_seconds: float = 0.0) -> AsyncEngine:
     """Answers are the four bytes of one emoji, again and again; prompts have three tokens."""
     built = engine(step_seconds)
     built.executor._token_fn = lambda context, row: "🚀".encode()[(len(context) - 3) % 4]  # type: ignore[attr-defined]
+    return built
+
+
+def deaf(step_seconds: float = 0.0) -> AsyncEngine:
+    """Whoever asks for its metrics stops its loop for ever."""
+    built = engine(step_seconds)
+    built.metrics.registry.collect = lambda: time.sleep(900)  # type: ignore[method-assign,assignment,return-value]
     return built
 
 

@@ -389,16 +389,21 @@ PARENT = """
 import asyncio, os, signal
 from chatsvc.engine.remote import RemoteEngine
 async def main():
-    engine = await RemoteEngine.launch("remote_parts:engine", 0.01)
+    engine = await RemoteEngine.launch("remote_parts:deaf", 0.01)
     await engine.start()
     {before}
+    await asyncio.sleep(0.3)
     print(engine.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("before", ["pass", "os.kill(engine.pid, signal.SIGSTOP)"])
+@pytest.mark.parametrize(
+    "before",
+    ["pass", "os.kill(engine.pid, signal.SIGSTOP)", "call = asyncio.ensure_future(engine._call('metrics'))"],
+    ids=["idle", "stopped", "deaf"],
+)
 def test_SH_04_no_orphan_when_the_parent_is_killed(before: str) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT.format(before=before)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
