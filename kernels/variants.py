@@ -91,7 +91,9 @@ def _attention(dtype: str, cache: str, dim: int, group: int, block_size: int, *,
     types |= {f"{name}_cache_ptr": f"*{cache}" for name in ("k", "v")}
     types |= {f"{name}_ptr": "*i32" for name in ("pieces", "rows", "tables")} | {"scale_log2": "fp32"}
     label = f"{dtype}, KV {'e4m3' if fp8 else cache}, dim {dim}, group {group}, {rows} rows"
-    return Variant("paged_attention", label, "paged_attention", "paged_attention_kernel", constants, types)
+    warps = _attribute("paged_attention", "num_warps")(dim, torch_dtype, rows, fp8=fp8)
+    kernel = "paged_attention_kernel"
+    return Variant("paged_attention", label, "paged_attention", kernel, constants, types, num_warps=warps)
 
 
 def _merge(dtype: str, dim: int, heads: int) -> Variant:

@@ -263,6 +263,12 @@ def tile_shape(
     }
 
 
+def num_warps(head_dim: int, dtype: torch.dtype, tile_rows: int, *, fp8: bool = False) -> int:
+    """Twice as many where a tile's registers would spill out of four."""
+    crowded = head_dim > 128 if dtype == torch.float32 else fp8 and 64 < head_dim <= 128 and tile_rows > 16
+    return 8 if crowded else 4
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -316,6 +322,7 @@ def paged_attention(
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         BLOCK_SIZE=k_cache.shape[1],
+        num_warps=num_warps(dim, q.dtype, plan.tile_rows, fp8=fp8),
         **shape,
     )
     if plan.num_partials:
