@@ -82,6 +82,10 @@ class Neighbours:
                 failures += 1
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(RETRY_CAP, 0.1 * 2 ** min(failures, 10)))
                 continue
+            except Exception:  # a fault of ours in one turn must not cut off the others for ever
+                log.exception("what turns make cannot be put into their logs")
+                await asyncio.sleep(RETRY_CAP)
+                continue
             if failures:
                 log.info("what turns make reaches other processes again")
                 failures = 0
@@ -169,8 +173,12 @@ class Neighbours:
         while True:
             await asyncio.sleep(PRESENCE_EVERY * random.uniform(0.9, 1.1))
             for turn in list(self._joined.values()):
-                with suppress(StoreError):
+                try:
                     await self._care(turn)
+                except StoreError:
+                    pass  # counted; next time
+                except Exception:
+                    log.exception("turn %s of another process", turn.id)
 
     async def _care(self, turn: Turn) -> None:
         """Say that a turn is still read here, and look whether its owner still writes."""
