@@ -47,7 +47,7 @@ ENGINE_THREADS = ("chatsvc-engine", "chatsvc-sim")
 def command(**values: Any) -> None:
     """Serve chats over HTTP. Every flag is also an environment variable: CHATSVC_<FLAG>."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "huggingface_hub", "uvicorn.error"):
+    for noisy in ("httpx", "huggingface_hub", "sse_starlette", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     config = ServeConfig.of(**given(values))
     for remark in remarks(config, os.environ):

@@ -257,3 +257,23 @@ def test_a_slow_reader_gets_everything_in_few_pieces(server: Server, engine: Scr
     seen = stream(server.port, CHAT)
     assert texts(seen) == {0: "y" * 900}
     assert len(seen) == 4  # role, text, finish, [DONE]
+
+
+def test_ST_shutdown_flag_of_the_sse_library_cuts_no_stream(server: Server, engine: ScriptedEngine) -> None:
+    """sse-starlette sets a process-wide flag on SIGTERM; our streams end by the engine's drain, not by that."""
+    from sse_starlette.sse import AppStatus
+
+    AppStatus.should_exit = True
+    try:
+        server.call(engine.gate.clear)
+        with Connection(server.port) as c:
+            c.post("/v1/chat/completions", {**CHAT, "stream": True})
+            c.head()
+            assert c.piece() == b": ping\n\n"
+            server.call(engine.gate.set)
+            raw = b""
+            while piece := c.piece():
+                raw += piece
+            assert texts(events(raw)) == {0: "Hello 0"}
+    finally:
+        AppStatus.should_exit = False
