@@ -110,9 +110,9 @@ def test_the_whole_distribution_by_its_random_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sampler, "uniform", u_of)
     monkeypatch.setattr(device_sampler, "uniform", u_of)
     logits = logits_of(1, 60, seed=2, scale=1.5).expand(len(us), 60).contiguous()
-    for way in ({}, {"top_k": 9, "min_p": 0.05}, {"top_p": 0.8}):
+    for way in ({}, {"top_k": 9, "min_p": 0.3}, {"top_p": 0.8}, {"min_p": 0.3}):
         got = both(logits, [row(position=i, **way) for i in range(len(us))])
-        assert len({t.token_id for t in got if isinstance(t, SampledToken)}) > 3
+        assert len({t.token_id for t in got if isinstance(t, SampledToken)}) > 2
 
 
 def test_penalties_bias_and_forbidden_tokens() -> None:
