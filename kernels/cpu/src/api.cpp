@@ -22,7 +22,7 @@ struct Attention {
     AttentionPlan plan;
 };
 
-std::vector<float> copied(const float* p, long n) { return p ? std::vector<float>(p, p + n) : std::vector<float>(); }
+Lines<float> copied(const float* p, long n) { return p ? Lines<float>(p, p + n) : Lines<float>(); }
 
 // ints: query_lens [S], seq_lens [S], table_starts [S + 1], slots [T], tables.
 const long* sequences(const long* ints, long tokens, long count, Sequences& s) {

@@ -1,9 +1,24 @@
-// Memory for packed weights: taken piece by piece, given back all at once.
+// Memory for packed weights: taken piece by piece, given back all at once; and vectors on cache lines.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <vector>
+
+// Vectors that begin on a cache line: a SIMD register's load from them touches one line, not two.
+template <class T>
+struct OnLine {
+    using value_type = T;
+    static constexpr std::align_val_t LINE{64};
+    OnLine() = default;
+    template <class U>
+    OnLine(const OnLine<U>&) {}
+    T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), LINE)); }
+    void deallocate(T* p, std::size_t) { ::operator delete(p, LINE); }
+    bool operator==(const OnLine&) const { return true; }
+};
+template <class T>
+using Lines = std::vector<T, OnLine<T>>;
 
 class Arena {
   public:

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "arena.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -67,8 +68,8 @@ class AttentionPlan {
     };
     // Rows of a KV head lie together: [kv_end - kv_first][rows of tokens x heads of the group].
     struct Scratch {
-        std::vector<float> q, scores, keys, values, out, piece, zeros;
-        std::vector<float> most, sum, seg_most, seg_sum;
+        Lines<float> q, scores, keys, values, out, piece, zeros;
+        Lines<float> most, sum, seg_most, seg_sum;
         std::vector<const float*> key_rows;
         std::vector<Run> runs;
         long run = 0;
@@ -97,6 +98,6 @@ class AttentionPlan {
     std::vector<Piece> pieces_;
     std::vector<Merge> merges_;
     std::vector<Single> singles_;  // sequences with one query, those with common blocks side by side
-    std::vector<float> partials_;
+    Lines<float> partials_;
     std::vector<Scratch> scratch_;
 };

@@ -30,9 +30,9 @@ class Rows8 {
 
   private:
     long given_ = 0;
-    std::vector<std::int8_t> numbers_;
-    std::vector<float> scales_, totals_;
-    std::vector<std::int32_t> sums_;
+    Lines<std::int8_t> numbers_;
+    Lines<float> scales_, totals_;
+    Lines<std::int32_t> sums_;
 };
 
 constexpr long BAND = 96;  // rows that are done before the next panel: a multiple of this, whole tiles of every kind
@@ -40,7 +40,7 @@ static_assert(BAND % MR == 0);
 
 // What the phases of one thread need for themselves.
 struct Buffers {
-    std::vector<float> panel;  // weights of one panel in float32
+    Lines<float> panel;  // weights of one panel in float32
 };
 
 // x [rows, k] with row stride ldx, or the same in x8 where the matrix is `whole`; y [rows, n] with row stride ldy.

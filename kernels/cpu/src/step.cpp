@@ -10,7 +10,7 @@ constexpr long ALONE = 10000;  // floats that one thread goes through faster tha
 }
 
 void Model::reserve(long tokens) {
-    auto grow = [tokens](std::vector<float>& v, long width) {
+    auto grow = [tokens](Lines<float>& v, long width) {
         if ((long)v.size() < tokens * width) v.resize(tokens * width);
     };
     grow(hidden_, shape.hidden), grow(normed_, shape.hidden), grow(attended_, shape.heads * shape.dim);
@@ -58,7 +58,7 @@ void Model::run(Worker& w, const Step& step) {
     auto each_together = [&](long width, auto&& f) {
         if (!alone(width)) w.each(rows, f);
     };
-    auto norm_for = [&](const Matrix& next, const std::vector<float>& weight) {
+    auto norm_for = [&](const Matrix& next, const Lines<float>& weight) {
         return [&](long r) {
             rms_norm(hidden_.data() + r * hidden, weight.data(), shape.eps, hidden, normed_.data() + r * hidden);
             if (next.whole) normed8_.set(r, normed_.data() + r * hidden);

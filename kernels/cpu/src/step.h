@@ -11,7 +11,7 @@ struct Shape {
 };
 
 struct Layer {
-    std::vector<float> input_norm, post_norm, q_norm, k_norm;  // q_norm, k_norm may be empty
+    Lines<float> input_norm, post_norm, q_norm, k_norm;  // q_norm, k_norm may be empty
     Matrix qkv, o, gate_up, down;
 };
 
@@ -35,7 +35,7 @@ class Model {
     Pool pool;
     Arena arena;
     std::vector<Layer> layers;
-    std::vector<float> norm;
+    Lines<float> norm;
     Matrix embed;    // read row by row; empty when tied to head
     Matrix head;
     bool tied = false;
@@ -49,6 +49,6 @@ class Model {
 
     AttentionPlan plan_;
     std::vector<Buffers> buffers_;
-    std::vector<float> hidden_, normed_, qkv_, attended_, inner_;
+    Lines<float> hidden_, normed_, qkv_, attended_, inner_;
     Rows8 normed8_, attended8_, inner8_;  // the same, where the next matrix is `whole`
 };
