@@ -195,7 +195,9 @@ def plan_attention(
 
 def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
     """How many of the first ``limit`` ids are equal, by bisection: comparing slices is cheap."""
-    low, high = 0, min(limit, len(a), len(b))
+    if a[0] != b[0]:  # most often
+        return 0
+    low, high = 1, min(limit, len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
