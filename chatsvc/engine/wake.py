@@ -11,15 +11,16 @@ class Pace:
     """Of all readers of a process: how many steps' tokens go into one look.
 
     A look costs a task switch and a write to a socket, whatever it finds. As long as the loop keeps up, readers look at
-    every step. When looking takes most of its time, they look at every second step, or third ..., so that text gets
-    older by a step or two and not by an ever longer queue of looks; never by more than ``LONGEST``.
+    every step. When it is busy nearly all the time, they look at every second step, so that text gets older by a step
+    and not by an ever longer queue of looks; never by more than ``LONGEST``. Not by more steps: the engine's own part of
+    the load would stay, and nothing be won but age.
 
     Attributes:
         steps: how many notifications a reader waits for.
     """
 
     BUSY, IDLE = 0.8, 0.4  # of a core, for the loop's thread: look less often above the one, more often below the other
-    MOST = 4
+    MOST = 2
     LONGEST = 0.08  # seconds
     WINDOW = 0.5
 

@@ -1,4 +1,4 @@
-"""How readers wait: at every step, or, when there are very many, at every second or third; never for ever."""
+"""How readers wait: at every step, or, when there are very many, at every second; never for ever."""
 
 from __future__ import annotations
 
