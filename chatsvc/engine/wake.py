@@ -12,8 +12,8 @@ class Pace:
 
     A look costs a task switch and a write to a socket, whatever it finds. As long as the loop keeps up, readers look at
     every step. When it is busy nearly all the time, they look at every second step, so that text gets older by a step
-    and not by an ever longer queue of looks; never by more than ``LONGEST``. Not by more steps: the engine's own part of
-    the load would stay, and nothing be won but age.
+    and not by an ever longer queue of looks; never by more than ``LONGEST``. Not by more steps: the engine's own part
+    of the load would stay, and nothing be won but age.
 
     Attributes:
         steps: how many notifications a reader waits for.
