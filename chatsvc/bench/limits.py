@@ -49,7 +49,7 @@ class DecodeShare:
 class Limits:
     """Attributes:
     read_bytes_per_second: summing a float32 tensor far larger than any cache.
-    flops_per_second: a square matrix product in the model's dtype.
+    flops_per_second: a square matrix product in the model's dtype; int8 operations are taken to be twice as fast.
     """
 
     read_bytes_per_second: float
@@ -121,7 +121,8 @@ def measure(runner: ModelRunner, config: ModelConfig, *, tries: int = 8) -> Limi
         seconds = _best(lambda plan=plan: own.run(plan), tries)  # type: ignore[misc]
         packed = model.weight_bytes if isinstance(model, CpuModel) else None
         needed, work = step_work(config, model.dtype.itemsize, batch, CONTEXT, packed)
-        by_bytes, by_work = needed / read, work / rate
+        int8 = isinstance(model, CpuModel) and model.int8
+        by_bytes, by_work = needed / read, work / (2 * rate if int8 else rate)
         bound = "bandwidth" if by_bytes >= by_work else "arithmetic"
         limit = max(by_bytes, by_work)
         shares.append(DecodeShare(batch, CONTEXT, seconds, limit, bound, limit / seconds))

@@ -31,6 +31,7 @@ class CpuModel:
     def __init__(self, library: Library, weights: Weights, rotary: Rotary, threads: int, int8: bool = False) -> None:
         config = weights.config
         self.shape, self.dtype, self.device = config.shape, torch.float32, torch.device("cpu")
+        self.int8 = int8
         self._rotary = rotary
         self._library = library
         self._stepped = False
