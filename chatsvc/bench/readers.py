@@ -228,7 +228,7 @@ async def run(
 ) -> Result:
     """``stopping`` of the ``readers`` stop reading. Raises: ReadersFailed."""
     share = -(-readers // servers)
-    tokens = int((seconds + SETTLE + 2 + readers / 100) * rate)
+    tokens = int((seconds + SETTLE + 2 + readers / 40) * rate)
     flags = ["--executor", "simulated", "--simulated-text", "clock", "--simulated-step-ms", f"{1000 / rate:g}"]
     flags += ["--simulated-token-ms", "0", "--session-store", "memory://", "--engine", engine]
     flags += [
@@ -286,6 +286,8 @@ async def _measure(
     if shared.faults:
         raise ReadersFailed(f"a stream did not begin: {shared.faults[0]}")
     await asyncio.sleep(SETTLE)
+    if shared.ended:
+        raise ReadersFailed("answers ended before all readers had begun: the machine is too busy for this many")
     stopped = [reader.transport for reader, _ in joined if reader.stops and reader.transport is not None]
     for transport in stopped:
         transport.pause_reading()
