@@ -28,9 +28,11 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def require_ready(services: Services) -> None:
-    """Raises: Overloaded (503) while the engine loads, drains or is stuck."""
+    """Raises: Overloaded (503) while the engine loads, drains or is stuck, and when it has failed."""
+    if not services.engine.healthy:
+        raise Overloaded("The engine has failed, or is stuck in a step: see /health", retry_after=10, status=503)
     if not services.engine.ready:
-        raise Overloaded("The server is not ready: it is loading, draining or stuck", retry_after=2, status=503)
+        raise Overloaded("The server is not ready: it is loading or draining", retry_after=2, status=503)
 
 
 def check_common(fields: GenerateFields, services: Services) -> int:

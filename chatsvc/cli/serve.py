@@ -176,6 +176,7 @@ class Server:
             settings=ApiSettings(
                 ping_interval=config.ping_interval,
                 max_n=config.max_n,
+                max_prompts=min(64, config.max_queue),  # each of them stands in the queue
                 resume_grace=config.resume_grace,
                 cors_origins=config.cors_origins,
                 request_timeout=config.request_timeout or None,

@@ -123,12 +123,20 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
 
 def _simulated(config: ServeConfig, tokenizer: Tokenizer) -> Executor:
     blocks = config.num_kv_blocks or SIMULATED_BLOCKS
+    room = blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > room:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} needs {-(-config.max_model_len // config.block_size)} blocks for "
+            f"one sequence, the KV pool has {blocks} ({room} tokens): raise --num-kv-blocks or lower --max-model-len"
+        )
+    if config.kv_cache_memory is not None:
+        log.warning("--executor simulated has no KV memory: --num-kv-blocks sets its pool, which has %d blocks", blocks)
     first = 1 + max((i for i in range(min(1024, tokenizer.vocab_size)) if tokenizer.is_special(i)), default=-1)
     simulated = SimulatedConfig(
         num_blocks=blocks,
         block_size=config.block_size,
         vocab_size=tokenizer.vocab_size,
-        max_model_len=min(config.max_model_len or SIMULATED_CONTEXT, blocks * config.block_size),
+        max_model_len=min(config.max_model_len or SIMULATED_CONTEXT, room),
         step_seconds=config.simulated_step_ms / 1000,
         token_seconds=config.simulated_token_ms / 1000,
         first_token_id=first,

@@ -47,6 +47,10 @@ def test_help_shows_times_as_one_writes_them() -> None:
     [
         ({"kv_cache_memory": "10TiB"}, "lower --kv-cache-memory"),
         ({"num_kv_blocks": "99999999"}, "lower --num-kv-blocks"),
+        (
+            {"executor": "simulated", "num_kv_blocks": "20", "max_model_len": "4096"},
+            "--max-model-len 4096 needs 256 blocks",
+        ),
     ],
 )
 def test_a_pool_larger_than_the_memory_is_refused_before_anything_is_loaded(
