@@ -12,12 +12,14 @@ from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.api.timings import told
 from chatsvc.api.tracing import NoTracing, Tracing
+from chatsvc.engine.checks import check_request
 from chatsvc.engine.output import Generation
 from chatsvc.engine.protocol import Engine
 from chatsvc.errors import InvalidRequest
 from chatsvc.scheduler.params import SamplingParams
 
-_SECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
+_SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
+MOST_SECONDS = 9_999_999
 
 
 class Desk:
@@ -42,6 +44,15 @@ class Desk:
         self._private = private
         self._timeout = timeout
         self._running: dict[str, tuple[str, Generation]] = {}
+
+    def check(self, info: RequestInfo, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """What :meth:`generate` would refuse for what the request says; nothing is taken or started.
+
+        Raises: InvalidRequest, ContextLengthExceeded.
+        """
+        asked_timeout(info.timeout)
+        engine = self._engine
+        check_request(prompt_token_ids, params, limit=engine.limit, vocab_size=engine.capacity.vocab_size)
 
     def generate(
         self,
@@ -118,11 +129,13 @@ def asked_timeout(header: str | None) -> float | None:
     """Seconds that the header ``X-Request-Timeout`` asks for. Raises: InvalidRequest."""
     if header is None:
         return None
-    if _SECONDS.fullmatch(header) is None or float(header) == 0:
+    seconds = float(header) if _SECONDS.fullmatch(header := header.strip(" \t")) else 0.0
+    if not 0 < seconds <= MOST_SECONDS:
         raise InvalidRequest(
-            "X-Request-Timeout: has to be a number of seconds above 0, such as 30 or 2.5", param="X-Request-Timeout"
+            f"X-Request-Timeout: has to be a number of seconds above 0 and up to {MOST_SECONDS}, such as 30 or 2.5",
+            param="X-Request-Timeout",
         )
-    return float(header)
+    return seconds
 
 
 def shorter(a: float | None, b: float | None) -> float | None:

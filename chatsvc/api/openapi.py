@@ -33,7 +33,7 @@ DEADLINE = {
     "in": "header",
     "required": False,
     "description": "Seconds (fractions are allowed) after which an answer that is not complete is ended",
-    "schema": {"type": "integer", "minimum": 1, "maximum": 86400},
+    "schema": {"type": "integer", "minimum": 1, "maximum": 9999999},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import os
 import platform
@@ -22,7 +23,7 @@ from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.cli.remarks import is_loopback
 from chatsvc.config import ServeConfig, usable_cpus, usable_memory
 from chatsvc.engine.build import device_of, dtype_of
-from chatsvc.errors import ChatsvcError
+from chatsvc.errors import ChatsvcError, StoreError
 from chatsvc.modelfiles import resolve
 from chatsvc.models.attention.cpu_backend import CpuBackend
 from chatsvc.models.attention.select import make_backend
@@ -78,9 +79,7 @@ def render(findings: list[Finding]) -> str:
     lines = [f"{_MARKS[f.level]}  {f.topic:<{width}}  {f.text}" for f in findings]
     failed = sum(finding.level == "fail" for finding in findings)
     warned = sum(finding.level == "warn" for finding in findings)
-    end = (
-        f"{failed} essential thing(s) missing: chatsvc serve will not work like this." if failed else "Ready to serve."
-    )
+    end = f"{failed} thing(s) missing or wrong: chatsvc serve will not work like this." if failed else "Ready to serve."
     return "\n".join([*lines, "", end + (f" {warned} warning(s)." if warned else "")])
 
 
@@ -187,13 +186,17 @@ def _store(config: ServeConfig) -> list[Finding]:
         return [Finding("sessions", "ok", f"SQLite file {path}")]
 
     async def ask() -> None:
-        await store.open()
         try:
             await store.ping()
         finally:
             await store.close()
 
-    asyncio.run(asyncio.wait_for(ask(), 5))
+    try:
+        asyncio.run(ask())
+    except StoreError as error:  # serve starts all the same: the store may come later
+        why = str(error.__cause__ or error).strip().removesuffix(".")
+        text = f"{scheme} cannot answer ({why}): serve starts and chats work, but sessions are 503 until it can"
+        return [Finding("sessions", "warn", text)]
     return [Finding("sessions", "ok", f"{scheme} answers")]
 
 
@@ -204,8 +207,10 @@ def _address(config: ServeConfig) -> list[Finding]:
         try:
             sock.bind((config.host, config.port))
         except OSError as error:
-            text = f"{config.host}:{config.port} is not free ({error.strerror}): a server may be running there already"
-            return [Finding("address", "warn", text)]
+            text = f"{config.host}:{config.port}: {error.strerror}: choose another --host or --port"
+            if error.errno == errno.EADDRINUSE:
+                text += ", or end the server that is running there"
+            return [Finding("address", "fail", text)]
     return [Finding("address", "ok", f"{config.host}:{config.port} is free")]
 
 

@@ -129,6 +129,8 @@ class Server:
         if keys is not None:
             loop.add_signal_handler(signal.SIGHUP, keys.nudge)
             self._tasks.append(asyncio.create_task(keys.watch()))
+        else:  # nothing to read again, which is no reason to end
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._on_signal_early, sig)
         elsewhere = config.engine == "process"

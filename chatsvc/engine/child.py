@@ -227,7 +227,7 @@ async def main(sock: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    for ignored in (signal.SIGINT, signal.SIGTERM):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     die_with(int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from chatsvc.cli.doctor import Finding, collect, command, render
+from chatsvc.cli.doctor import Finding, _store, collect, command, render
+from chatsvc.cli.serve import listen
 from chatsvc.config import ServeConfig
+from chatsvc.errors import ConfigError
 from kernels.cpu.build import compiler
 
 
@@ -39,7 +42,6 @@ def test_a_sound_machine(tmp_path: Path) -> None:
         ({"model": "nonsense"}, "model", "no file or directory nonsense"),
         ({"model": "owner/unknown"}, "model", "chatsvc pull owner/unknown"),
         ({"session_store": "mongo://x"}, "store", "mongo://"),
-        ({"session_store": "redis://127.0.0.1:1/0"}, "store", "Redis"),
         ({"kv_cache_memory": "900TiB"}, "kv cache", "lower --kv-cache-memory"),
         ({"api_key_file": "/nowhere/keys.toml"}, "keys", "No such file"),
     ],
@@ -51,19 +53,60 @@ def test_what_is_missing_is_named(options: dict[str, str], topic: str, text: str
     assert "will not work" in render(findings)
 
 
-def test_warnings_do_not_fail() -> None:
+def test_an_address_that_is_taken_is_what_serve_says() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        found = levels(collect(ServeConfig.of(session_store="memory://", port=port)))
-    assert found["address"] == found["sessions"] == "warn"
-    assert "fail" not in found.values()
+        port = taken.getsockname()[1]
+        found = collect(ServeConfig.of(session_store="memory://", port=str(port)))
+        with pytest.raises(ConfigError, match="Address already in use"):
+            listen("127.0.0.1", port)
+    (address,) = (finding for finding in found if finding.topic == "address")
+    assert address.level == "fail" and "Address already in use" in address.text and "--port" in address.text
+    assert levels(found)["sessions"] == "warn" and "Ready to serve" not in render(found)
+
+
+def test_a_redis_that_is_away_is_a_warning_with_its_reason() -> None:
+    """``serve`` starts, chats work, and sessions wait for it."""
+    (found,) = _store(ServeConfig.of(session_store="redis://:secret@127.0.0.1:1/0"))
+    assert found.level == "warn" and found.topic == "sessions"
+    assert "connecting to 127.0.0.1:1" in found.text and "503" in found.text and "secret" not in found.text
+
+
+@pytest.mark.parametrize("password", ["", ":wrong-one@"])
+def test_a_redis_that_wants_another_password(password: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=refuse_all, args=(server,), daemon=True)
+        thread.start()
+        url = f"redis://{password}127.0.0.1:{server.getsockname()[1]}/0"
+        (found,) = _store(ServeConfig.of(session_store=url))
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+    assert found.level == "warn" and "503" in found.text and "wrong-one" not in found.text
+    assert ("invalid username-password pair" if password else "Authentication required") in found.text
+
+
+def refuse_all(server: socket.socket) -> None:
+    """What a Redis with a password says to everybody, whatever is sent."""
+    while True:
+        try:
+            sock = server.accept()[0]
+        except OSError:
+            return
+        with sock:
+            while data := sock.recv(4096):
+                for command in data.split(b"*")[1:]:
+                    auth = b"AUTH" in command.upper()
+                    sock.sendall(
+                        b"-WRONGPASS invalid username-password pair or user is disabled.\r\n"
+                        if auth
+                        else b"-NOAUTH Authentication required.\r\n"
+                    )
 
 
 def test_exit_code() -> None:
     runner = CliRunner()
-    assert runner.invoke(command, ["--session-store", "memory://"]).exit_code == 0
+    assert runner.invoke(command, ["--session-store", "memory://", "--port", str(free_port())]).exit_code == 0
     result = runner.invoke(command, ["--model", "nonsense"])
     assert result.exit_code == 1 and "FAIL" in result.output
 

@@ -146,3 +146,20 @@ def test_a_signal_while_it_loads(tmp_path: Path, started: list[Serve]) -> None:
     server.until("building")
     assert server.ends(signal.SIGTERM) == 0
     assert "SIGTERM while the model is loading" in server.text
+
+
+HANGUP_KILLS = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # also where the tests run below nohup
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_hangup_is_no_end_where_there_is_nothing_to_read_again(
+    tmp_path: Path, started: list[Serve], engine: str
+) -> None:
+    server = Serve(tmp_path, HANGUP_KILLS, "--engine", engine)
+    started.append(server)
+    with server.connect() as sock:
+        for pid in (server.process.pid, *server.children()):
+            os.kill(pid, signal.SIGHUP)
+        ask(sock, "/v1/completions", {"prompt": "hi", "max_tokens": 3})
+        assert sock.recv(300).startswith(b"HTTP/1.1 200")
+    assert server.ends(signal.SIGTERM) == 0

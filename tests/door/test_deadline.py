@@ -108,6 +108,7 @@ async def test_a_header_that_is_no_time_is_400(door: Running, value: str) -> Non
     answer = await door["ann"].post(CHAT, json=ENDLESS, headers={"X-Request-Timeout": value.encode()})  # type: ignore[dict-item]
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "X-Request-Timeout")
+    assert "above 0 and up to 9999999" in error["message"]
     assert door.running("ann") == 0
 
 
@@ -118,6 +119,7 @@ async def test_the_shorter_of_header_and_flag_counts() -> None:
         answer = await door["ann"].post(CHAT, json=ENDLESS, headers={"X-Request-Timeout": "0.05"})
         assert "within 0.05 seconds" in answer.text
     assert (shorter(None, None), shorter(2, None), shorter(None, 3), shorter(2, 3)) == (None, 2, 3, 2)
-    assert asked_timeout("2.5") == 2.5 and asked_timeout(None) is None
+    assert asked_timeout(" 2.5\t") == 2.5 and asked_timeout("2.3000000000000003") == 2.3000000000000003
+    assert asked_timeout(None) is None
     with pytest.raises(InvalidRequest):
-        asked_timeout("x")
+        asked_timeout("9999999.5")

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from doorserver import CHAT, MESSAGES, Running, secret_of, serving
 
+from chatsvc.api.foreign import same_host
 from chatsvc.api.services import ApiSettings
 from chatsvc.config import ServeConfig
 from chatsvc.errors import ConfigError
@@ -128,6 +129,48 @@ async def test_a_browser_starts_nothing_for_another_page(site: str) -> None:
         assert await ask("POST", CHAT, **{**foreign, **ORIGIN}) == 200
         for own in ({"Sec-Fetch-Site": "same-origin", "Origin": door.url}, {"Sec-Fetch-Site": "none"}, {}):
             assert await ask("POST", CHAT, **own) == 200
+
+
+async def test_over_plain_http_a_browser_tells_its_page_by_origin_alone() -> None:
+    async with serving(settings=ApiSettings(cors_origins=(HOME,))) as door:
+
+        async def ask(method: str = "POST", **headers: str) -> int:
+            body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}'
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return (await door.nobody.request(method, CHAT, content=body, headers=named)).status_code
+
+        lan = "192.168.1.5:8000"
+        for origin in ("null", "http://evil.example", "http://192.168.1.5", "http://192.168.1.5:8001", "http://[x"):
+            assert await ask(Host=lan, Origin=origin) == 403, origin
+            assert await ask("DELETE", Host=lan, Origin=origin) == 403, origin
+        assert await ask("GET", Host=lan, Origin="http://evil.example") == 405  # no such route, but not refused
+        for origin in (f"http://{lan}", HOME):
+            assert await ask(Host=lan, Origin=origin) == 200, origin
+        # A proxy that hands its name on, and one that does not: then the browser has to say it, as it does over https.
+        assert await ask(Host="public.name", Origin="https://public.name") == 200
+        assert await ask(Host="127.0.0.1:8000", Origin="https://public.name") == 403
+        assert await ask(Host="127.0.0.1:8000", Origin="https://public.name", Sec_Fetch_Site="same-origin") == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "same"),
+    [
+        ("http://a.example", "a.example", True),
+        ("http://a.example", "A.Example:80", True),
+        ("https://a.example", "a.example:443", True),
+        ("http://a.example", "a.example:443", False),
+        ("https://a.example:8443", "a.example", False),
+        ("http://[::1]:8000", "[::1]:8000", True),
+        ("http://[::1]:8000", "[::2]:8000", False),
+        ("http://a.example.evil.example", "a.example", False),
+        ("http://a.example:99999", "a.example:99999", False),
+        ("null", "null", False),
+        ("null", "", False),
+        ("", "", False),
+    ],
+)
+async def test_the_host_of_an_origin(origin: str, host: str, same: bool) -> None:
+    assert same_host(origin, host) is same
 
 
 async def test_without_the_flag_there_is_no_cors() -> None:
