@@ -17,7 +17,7 @@ from chatsvc.api.search import best
 from chatsvc.api.services import Services
 from chatsvc.api.sse import EventStream, closing
 from chatsvc.api.timings import told
-from chatsvc.engine.output import Delta, Generation, OutputLog
+from chatsvc.engine.output import FAILED, Delta, Generation, OutputLog
 from chatsvc.engine.wake import Pace
 from chatsvc.errors import ChatsvcError, EngineError, Overloaded
 
@@ -122,7 +122,7 @@ class Answer:
 
 def failure(choice: OutputLog) -> ChatsvcError:
     """Why a choice failed, as the exception that has the right HTTP status."""
-    message = choice.error or "The generation failed"
+    message = choice.error or FAILED
     if choice.error_status == 408:
         return DeadlineExceeded(message)
     return Overloaded(message, retry_after=5, status=503) if choice.error_status == 503 else EngineError(message)

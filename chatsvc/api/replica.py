@@ -2,9 +2,9 @@
 
 A batch is a JSON object with any of: ``from`` and ``pieces`` (the texts that tokens ``from``, ``from + 1`` ...
 released; the text that the answer goes on with stands before the first), ``at`` and ``text`` (a snapshot: the whole
-text of the first ``at`` tokens), ``end`` (``finish``, ``tail``, ``error``, ``usage``) and ``saved`` (the store has the
-final text). Batches may come twice and may be missing: what is known already is skipped, and a gap is bridged by the
-next snapshot.
+text of the first ``at`` tokens), ``end`` (``finish``, ``tail``, ``error``, ``status``, ``usage``, or another ``code``)
+and ``saved`` (the store has the final text). Batches may come twice and may be missing: what is known is skipped, and
+a gap is bridged by the next snapshot.
 """
 
 from __future__ import annotations
@@ -59,7 +59,15 @@ class Sent:
             error = LOST if turn.lost else log.error
             finish = "error" if turn.lost else log.finish_reason
             tail = log.tail if tokens else turn.prefix + log.tail
-            batch["end"] = {"finish": finish, "tail": tail, "error": error, "usage": usage([turn.generation])}
+            batch["end"] = {
+                "finish": finish,
+                "tail": tail,
+                "error": error,
+                "status": log.error_status,
+                "usage": usage([turn.generation]),
+            }
+            if turn.lost:
+                batch["end"]["code"] = "turn_over"
         if saved:
             batch["saved"] = True
         return dumps(batch), after
@@ -74,7 +82,7 @@ class Replica(Generation):
     Attributes:
         usage: OpenAI's usage object, once the turn has ended.
         gap: whether batches are missing, so that nothing is believed until a snapshot comes.
-        code: of ``error``, in the error object.
+        code: in the error object, when it is not the one that belongs to the log's ``error_status``.
         heard_at: monotonic seconds of the last batch.
         holes: ranges (after k tokens, n tokens) whose text came in one piece: no place inside is known.
     """
@@ -83,7 +91,7 @@ class Replica(Generation):
         super().__init__(f"chatcmpl-{turn_id}", [], 1, lambda error, status: None, time.perf_counter())
         self.usage: dict[str, Any] = usage([self])
         self.gap = False
-        self.code = "engine_error"
+        self.code: str | None = None
         self.heard_at = time.monotonic()
         self.holes: list[tuple[int, int]] = []
 
@@ -107,7 +115,8 @@ class Replica(Generation):
                 log.tokens += [_UNKNOWN] * len(new)
         if "end" in batch and not self.gap:
             end = batch["end"]
-            self.usage = end["usage"]
+            self.usage, self.code = end["usage"], end.get("code")
+            log.error_status = end.get("status", 500)
             log.tail, log.error, log.finish_reason = end["tail"], end["error"], end["finish"]
         self.notify()
         return bool(batch.get("saved")) and not self.gap
@@ -120,7 +129,9 @@ class Replica(Generation):
         if message is None:
             log.error, log.finish_reason = "The session of this turn is gone", "error"
         elif message.status in ("interrupted", "failed") or not message.content.startswith(log.text):
-            log.error = "The answer was cut off; the session has its text so far"
+            why = message.error or {}
+            log.error = why.get("message") or "The answer was cut off; the session has its text so far"
+            log.error_status = why.get("status") or (503 if message.status == "interrupted" else 500)
             log.finish_reason = "error"
         else:
             completion = (message.usage or {}).get("completion_tokens", 0)

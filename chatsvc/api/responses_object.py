@@ -87,7 +87,8 @@ def response_of(session_id: str, message: Message) -> dict[str, Any]:
         finish = message.finish_reason or "stop"
     elif message.status != "running":
         finish = "abort" if message.status == "cancelled" else "error"
-    fields = finished_fields(finish, interrupted=message.status == "interrupted")
+    error = (message.error or {}).get("message")
+    fields = finished_fields(finish, interrupted=message.status == "interrupted", error=error)
     return settings.response(settings.output([message.content], finish), fields, message.usage)
 
 

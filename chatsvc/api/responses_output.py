@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from chatsvc.api.frames import dumps
 from chatsvc.api.tools import CallReading
-from chatsvc.engine.output import FinishReason
+from chatsvc.engine.output import FAILED, FinishReason
 from chatsvc.text.toolparser import CallBegin, CallEnd, Piece, Text, ToolCallParser
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 INTERRUPTED = "The server stopped before the answer was complete"
-FAILED = "The generation failed"
 
 
 def event_frame(event: Event) -> bytes:
@@ -160,7 +159,7 @@ def finished_fields(finish: FinishReason | None, *, interrupted: bool = False, e
     why: dict[str, Any] | None = None
     incomplete: dict[str, Any] | None = None
     if finish == "error" or interrupted:
-        status, why = "failed", {"code": "server_error", "message": INTERRUPTED if interrupted else error or FAILED}
+        status, why = "failed", {"code": "server_error", "message": error or (INTERRUPTED if interrupted else FAILED)}
     elif finish == "stop":
         status = "completed"
     elif finish == "length":

@@ -20,8 +20,8 @@ from chatsvc.api.body import read_model
 from chatsvc.api.chat import check_model, require_ready
 from chatsvc.api.errors import describe
 from chatsvc.api.middleware import request_info
-from chatsvc.api.sampling import refuse_hopeless, room_for, sampling_params
 from chatsvc.api.services import Services
+from chatsvc.api.sessions_plan import Plan, Planner, path_to, require_answer
 from chatsvc.api.sessions_schema import (
     FORK_SWALLOWED,
     SESSION_SWALLOWED,
@@ -37,13 +37,13 @@ from chatsvc.api.turn import Key, Turn
 from chatsvc.api.turns import Turns, no_session
 from chatsvc.api.unsupported import refuse_unsupported
 from chatsvc.engine.output import Generation
-from chatsvc.errors import Conflict, InvalidRequest, NotFound
+from chatsvc.errors import Conflict, InvalidRequest
 from chatsvc.sessions.base import Message, Session, SessionStore, TurnRunning
-from chatsvc.sessions.codec import new_id
+from chatsvc.sessions.codec import check_fits, new_id
 
-ROOT = "root"
 LIST_LIMIT = 50
 LIST_MAX = 200
+ENCODING = 1000  # what it costs to measure a message, in characters of text
 
 
 class Sessions:
@@ -53,6 +53,7 @@ class Sessions:
         self._services = services
         self._store = store
         self._turns = turns
+        self._planner = Planner(services)
 
     async def create(self, request: Request) -> Response:
         body = await read_model(request, self._services, SessionRequest)
@@ -71,7 +72,7 @@ class Sessions:
         return JSONResponse({"object": "list", "data": [public(s, messages=False) for s in found]})
 
     async def read(self, request: Request) -> Response:
-        return JSONResponse(self._live(await self._session(_key(request)), _key(request)))
+        return JSONResponse(public(self._turns.live(await self._session(_key(request)), _key(request))))
 
     async def patch(self, request: Request) -> Response:
         key = _key(request)
@@ -80,7 +81,7 @@ class Sessions:
         session = await self._store.patch(*key, title=body.title, system=body.system)
         if session is None:
             raise no_session()
-        return JSONResponse(self._live(session, key))
+        return JSONResponse(public(self._turns.live(session, key)))
 
     async def delete(self, request: Request) -> Response:
         key = _key(request)
@@ -104,31 +105,14 @@ class Sessions:
         require_ready(self._services)
         body = await read_model(request, self._services, MessageRequest)
         self._check(body)
-        async with self._turns.lock(key):
-            session = await self._turns.make_way(key)
-            parent = _parent(session, body.parent_id)
-            user = _message(parent, "user", body.content)
-            answer = replace(_message(user.id, "assistant", ""), status="running")
-            turn = await self._start(request, session, [user, answer], [*_path(session, parent), user], body)
-        return self._stream(turn, 0)
+        return await self._begin(request, key, body, lambda session: self._planner.message(session, body))
 
     async def regenerate(self, request: Request) -> Response:
-        key = _key(request)
+        key, mid = _key(request), request.path_params["mid"]
         require_ready(self._services)
         body = await read_model(request, self._services, RegenerateRequest)
         self._check(body)
-        async with self._turns.lock(key):
-            session = await self._turns.make_way(key)
-            path = _path(session, request.path_params["mid"])
-            answer = replace(_message(path[-1].id, "assistant", ""), status="running")
-            if body.continue_final_message:
-                cut = path[-1] = self._cut(path[-1])
-                answer = replace(answer, parent_id=cut.parent_id, content=cut.content, token_ids=cut.token_ids)
-            elif path[-1].role == "assistant":
-                path = path[:-1]
-                answer.parent_id = path[-1].id
-            turn = await self._start(request, session, [answer], path, body, going_on=bool(body.continue_final_message))
-        return self._stream(turn, 0)
+        return await self._begin(request, key, body, lambda session: self._planner.regenerate(session, mid, body))
 
     async def stream(self, request: Request) -> Response:
         key = _key(request)
@@ -142,8 +126,8 @@ class Sessions:
         body = await read_model(request, self._services, ForkRequest)
         refuse_unsupported(body.model_extra, FORK_SWALLOWED)
         session = await self._session(key)
-        path = _path(session, body.message_id, param="message_id")
-        _require_answer(path[-1], "message_id")
+        path = path_to(session, body.message_id, param="message_id")
+        require_answer(path[-1], "message_id")
         if path[-1].status == "running":
             raise Conflict("This message is still being written", param="message_id")
         copies: list[Message] = []
@@ -178,86 +162,40 @@ class Sessions:
         refuse_unsupported(extra)
         refuse_unsupported(extra, TURN_SWALLOWED)
 
-    async def _start(
-        self,
-        request: Request,
-        session: Session,
-        new: list[Message],
-        path: list[Message],
-        body: TurnFields,
-        *,
-        going_on: bool = False,
-    ) -> Turn:
-        services = self._services
-        ids = await self._prompt(session, path, going_on)
-        newer = body.max_completion_tokens is not None
-        max_tokens = room_for(
-            len(ids),
-            body.max_completion_tokens if newer else body.max_tokens,
-            services.engine.limit,
-            prompt_param="content",
-            max_param="max_completion_tokens" if newer else "max_tokens",
-        )
-        params = sampling_params(
-            body,
-            max_tokens=max_tokens,
-            logprobs=None,
-            vocab_size=services.engine.capacity.vocab_size,
-            max_n=services.settings.max_n,
-            seed=services.seeds.of(body.seed),
-        )
-        info = request_info(request)
+    async def _begin(
+        self, request: Request, key: Key, body: TurnFields, plan: Callable[[Session], Awaitable[Plan]]
+    ) -> Response:
+        """A new turn, and its stream. What is refused for what it says is refused before anything is ended.
 
-        def begin(request_id: str) -> Generation:
-            info.fields["id"] = request_id
-            return services.desk.generate(
-                info,
-                request_id=request_id,
-                prompt_token_ids=ids,
-                params=params,
-                cache_salt=body.cache_salt or "",
-                priority=body.priority or 0,
-            )
-
-        return await self._turns.start((session.tenant, session.id), new, begin)
-
-    def _cut(self, message: Message) -> Message:
-        """An answer to go on with. Without its ids when they do not say what its text says: one that was cut inside a
-        character, or that lost text, goes on from the text.
-
-        Raises: InvalidRequest when it is none, or came to its own end.
+        Raises: TurnRunning; RequestError; what the engine and the store raise.
         """
-        problem = None
-        if message.role != "assistant" or not message.content:
-            problem = "has to be an answer that has text"
-        elif message.status == "done" and message.finish_reason != "length":
-            problem = "this answer has come to its own end"
-        if problem:
-            raise InvalidRequest(f"continue_final_message: {problem}", param="continue_final_message")
-        exact = self._services.tokenizer.decode(message.token_ids, skip_special=False) == message.content
-        return message if exact else replace(message, token_ids=[])
+        services, info = self._services, request_info(request)
+        async with self._turns.lock(key):
+            session = await self._turns.look(key)
+            planned = await plan(session)
+            services.desk.check(info, planned.ids, planned.params)
+            if any(m.status == "running" for m in session.messages):
+                await services.offload(ENCODING * len(session.messages), check_fits, session.messages, planned.new)
+                # The history gets the text that the old answer has at its end, which is known only after that. So one
+                # window stays: a prompt (or session) that had just room can be too long by what the answer wrote since
+                # we looked (another process's: since it was last stored, about a second), and is refused then.
+                session = await self._turns.make_way(key)
+                planned = await plan(session)
+            params = replace(planned.params, seed=services.seeds.of(body.seed))
 
-    async def _prompt(self, session: Session, path: list[Message], going_on: bool) -> list[int]:
-        services = self._services
-        if services.template is None:
-            raise InvalidRequest("This model has no chat template, so it has no sessions", code="no_chat_template")
-        messages: list[dict[str, Any]] = []
-        if session.system:
-            messages.append({"role": "system", "content": session.system})
-        first = len(messages)
-        messages += [{"role": m.role, "content": m.content} for m in path]
-        stored = {first + i: m.token_ids for i, m in enumerate(path) if m.role == "assistant" and m.token_ids}
-        characters = sum(len(m["content"].strip()) for m in messages)
-        refuse_hopeless(characters, services.longest_token, services.engine.limit, "content")
-        return await services.offload(
-            characters + 100 * len(messages),
-            services.template.encode,
-            messages,
-            services.tokenizer,
-            add_generation_prompt=not going_on,
-            continue_final_message=going_on,
-            assistant_ids=stored,
-        )
+            def begin(request_id: str) -> Generation:
+                info.fields["id"] = request_id
+                return services.desk.generate(
+                    info,
+                    request_id=request_id,
+                    prompt_token_ids=planned.ids,
+                    params=params,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                )
+
+            turn = await self._turns.start(key, planned.new, begin)
+        return self._stream(turn, 0)
 
     def _stream(self, turn: Turn, cursor: int) -> Response:
         self._turns.attach(turn)
@@ -268,13 +206,6 @@ class Sessions:
             send_timeout=settings.send_timeout,
             on_close=lambda: self._turns.detach(turn),
         )
-
-    def _live(self, session: Session, key: Key) -> dict[str, Any]:
-        """The session as its readers see it now: a running answer with the text it has."""
-        turn = self._turns.running(key)
-        if turn is not None:
-            session.messages = [self._turns.message(turn) if m.id == turn.id else m for m in session.messages]
-        return public(session)
 
 
 def public(session: Session, *, messages: bool = True) -> dict[str, Any]:
@@ -307,46 +238,6 @@ def public(session: Session, *, messages: bool = True) -> dict[str, Any]:
 
 def _key(request: Request) -> Key:
     return request_info(request).tenant, request.path_params["id"]
-
-
-def _message(parent_id: str | None, role: str, content: str) -> Message:
-    return Message(new_id("msg"), parent_id, "user" if role == "user" else "assistant", content, created_at=time.time())
-
-
-def _parent(session: Session, asked: str | None) -> str | None:
-    """The answer that a new user message follows; None: it is a root."""
-    if asked == ROOT or (asked is None and not session.messages):
-        return None
-    if asked is None:
-        parent = session.messages[-1]
-    else:
-        found = next((m for m in session.messages if m.id == asked), None)
-        if found is None:
-            raise InvalidRequest("parent_id: there is no such message in this session", param="parent_id")
-        parent = found
-    _require_answer(parent, "parent_id")
-    return parent.id
-
-
-def _require_answer(message: Message, param: str) -> None:
-    """Users and answers take turns: nothing but an answer is followed by a user's message."""
-    if message.role != "assistant":
-        raise InvalidRequest(
-            f"{param}: has to be an answer, not a user's message (which POST .../regenerate would answer)", param=param
-        )
-
-
-def _path(session: Session, leaf: str | None, param: str | None = None) -> list[Message]:
-    """The messages from the root to ``leaf``. Raises: NotFound."""
-    by_id = {m.id: m for m in session.messages}
-    path: list[Message] = []
-    while leaf is not None:
-        message = by_id.pop(leaf, None)
-        if message is None:
-            raise NotFound("There is no such message in this session", param=param, code="message_not_found")
-        path.append(message)
-        leaf = message.parent_id
-    return path[::-1]
 
 
 def _cursor(request: Request, turn: Turn) -> int:

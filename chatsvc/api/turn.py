@@ -65,3 +65,14 @@ class Turn:
         if not self.generation.finished:
             self.ended_as = self.ended_as or status
             self.generation.cancel()
+
+
+def timing(generation: Generation) -> dict[str, float | None]:
+    """When the first token came, in seconds since the request, and how many a second came after it."""
+    at, tokens = generation.timings, generation.num_output_tokens
+    first = None if at.first_token is None else at.first_token - at.arrival
+    span = 0.0 if at.first_token is None or at.finished is None else at.finished - at.first_token
+    return {
+        "first_token_seconds": None if first is None else round(first, 4),
+        "tokens_per_second": round((tokens - 1) / span, 2) if span > 0 and tokens > 1 else None,
+    }

@@ -26,9 +26,9 @@ from weakref import WeakValueDictionary
 from chatsvc.api.frames import usage
 from chatsvc.api.neighbours import Neighbours
 from chatsvc.api.services import Services
-from chatsvc.api.turn import Key, Turn
+from chatsvc.api.turn import Key, Turn, timing
 from chatsvc.api.turnstream import turn_events
-from chatsvc.engine.output import Generation
+from chatsvc.engine.output import FAILED, Generation
 from chatsvc.errors import NotFound, RequestError, StoreError
 from chatsvc.sessions.base import Message, Session, SessionStore, Status, TurnOver, TurnRunning
 
@@ -85,6 +85,23 @@ class Turns:
         if answer is None or self._neighbours is None:
             return None
         return await self._neighbours.join(key, answer)
+
+    async def look(self, key: Key) -> Session:
+        """The session as a new turn would find it, running answer and all; nothing is ended.
+
+        Raises: TurnRunning when somebody here reads the running turn; NotFound; StoreError.
+        """
+        turn = self.running(key)
+        if turn is not None and turn.read:
+            raise TurnRunning(turn.id)
+        return self.live(await self._session(key), key)
+
+    def live(self, session: Session, key: Key) -> Session:
+        """The session as its readers see it now: a running answer of this process with the text it has."""
+        turn = self.running(key)
+        if turn is not None:
+            session.messages = [self.message(turn) if m.id == turn.id else m for m in session.messages]
+        return session
 
     async def make_way(self, key: Key) -> Session:
         """Before a new turn: one that somebody reads stays (409), one that nobody reads is interrupted. The same for a
@@ -323,6 +340,7 @@ class Turns:
         """The answer as it is now: text and ids so far, and at the end its status and usage."""
         choice = turn.generation.logs[0]
         reason = choice.finish_reason
+        failed = final and reason == "error"
         return replace(
             turn.answer,
             content=turn.prefix + choice.text,
@@ -333,6 +351,7 @@ class Turns:
             if final and reason in ("stop", "length")
             else None,
             timing=timing(turn.generation) if final else None,
+            error={"message": choice.error or FAILED, "status": choice.error_status} if failed else None,
         )
 
     def _status(self, turn: Turn) -> Status:
@@ -379,14 +398,3 @@ class Turns:
             return None
         mine = ("", self._neighbours.name)
         return next((m for m in session.messages if m.status == "running" and m.owner not in mine), None)
-
-
-def timing(generation: Generation) -> dict[str, float | None]:
-    """When the first token came, in seconds since the request, and how many a second came after it."""
-    at, tokens = generation.timings, generation.num_output_tokens
-    first = None if at.first_token is None else at.first_token - at.arrival
-    span = 0.0 if at.first_token is None or at.finished is None else at.finished - at.first_token
-    return {
-        "first_token_seconds": None if first is None else round(first, 4),
-        "tokens_per_second": round((tokens - 1) / span, 2) if span > 0 and tokens > 1 else None,
-    }

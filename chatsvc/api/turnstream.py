@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from chatsvc.api.frames import DONE, FINISH, dumps, error_event, usage
+from chatsvc.api.answers import failure
+from chatsvc.api.frames import DONE, FINISH, dumps, error_event, exception_event, usage
 from chatsvc.api.replica import LOST, Replica
 from chatsvc.api.sse import closing
 from chatsvc.api.turn import Turn
-from chatsvc.engine.output import Delta
+from chatsvc.engine.output import FAILED, Delta
 from chatsvc.engine.wake import Pace
 from chatsvc.errors import StoreError
 
@@ -56,8 +57,10 @@ async def turn_events(
                     yield _chunk(turn, head, replace(delta, finish_reason=None), text, not begun, False).encode()
                 with suppress(StoreError):
                     await saved(turn)
-                code = generation.code if isinstance(generation, Replica) else "engine_error"
-                yield error_event(delta.error or "The generation failed", code)
+                if isinstance(generation, Replica) and generation.code is not None:
+                    yield error_event(delta.error or FAILED, generation.code)
+                else:
+                    yield exception_event(failure(log))
                 return
             if text or delta.finish_reason is not None:
                 yield _chunk(turn, head, delta, text, not begun, bool(log.tail)).encode()

@@ -15,6 +15,8 @@ from chatsvc.scheduler.plan import SampledToken
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+FAILED = "The generation failed"  # where nothing more is known
+
 
 @dataclass(slots=True)
 class OutputLog:

@@ -23,6 +23,7 @@ class Message:
         usage: OpenAI's usage object of an assistant message, else None.
         finish_reason: of an answer that came to its own end.
         extra: what the route that made it wants to have with it (JSON); the store does not look into it.
+        error: of an answer that failed, where it is known why: ``message``, and ``status``, the HTTP status that fits.
         timing: of an answer: ``first_token_seconds`` since the request, ``tokens_per_second`` after it.
         owner: of a running answer in a store that processes share: the process that writes it (``Relay.name``). Set by
             the store; no part of what is compared.
@@ -39,6 +40,7 @@ class Message:
     finish_reason: Literal["stop", "length"] | None = None
     timing: dict[str, float | None] | None = None
     extra: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
     owner: str = field(default="", compare=False)
 
 

@@ -63,6 +63,12 @@ def check_room(messages: int, size: int) -> None:
         raise session_full()
 
 
+def check_fits(messages: Iterable[Message], fresh: Iterable[Message]) -> None:
+    """Raises InvalidRequest when a session of these messages has no room for the fresh ones; a store says the same."""
+    sizes = [stored_size(encode(m)) for m in (*messages, *fresh)]
+    check_room(len(sizes), sum(sizes))
+
+
 def session_full() -> InvalidRequest:
     """The session has no room for another message."""
     return InvalidRequest(
