@@ -46,7 +46,7 @@ from chatsvc.sessions.codec import (
     is_id,
     session_full,
 )
-from chatsvc.sessions.guard import Guard
+from chatsvc.sessions.guard import Guard, end
 from chatsvc.sessions.redis_relay import BLOCK, LOG_LENGTH, RedisRelay
 
 Sessions = list[Session]
@@ -135,8 +135,7 @@ class RedisStore:
 
     async def close(self) -> None:
         if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.gather(self._heart, return_exceptions=True)
+            await end(self._heart)
             self._heart = None
             await self._guard.drain()
             try:

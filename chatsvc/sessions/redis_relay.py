@@ -20,7 +20,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from chatsvc.errors import StoreError
-from chatsvc.sessions.guard import Guard
+from chatsvc.sessions.guard import Guard, end
 from chatsvc.sessions.relay import Note
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class RedisRelay:
 
     async def close(self) -> None:
         if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+            await end(self._reader)
             self._reader = None
         await self._blocking.aclose(close_connection_pool=True)
 
