@@ -268,12 +268,11 @@ class Scheduler(Planner):
         void, self.in_flight = list(self.in_flight), deque()
         for _ in void:
             self.manager.step_over(failed=True)
-        rows = {row.seq_id: row for step in void for row in step.rows}
         for one in self.queues.all.values():  # whoever ran ahead comes back
             if one.ahead:
                 one.tokens.pop()
             one.ahead = one.held = False
-        for seq_id in rows:
+        for seq_id in dict.fromkeys(row.seq_id for step in void for row in step.rows):
             named = self.queues.all.get(seq_id)
             if named is not None and named.state is State.RUNNING:
                 self._preempt(named, swap=False)

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from chatsvc.errors import StoreError
 from chatsvc.sessions.base import Message, Session, SessionStore
+from chatsvc.sessions.guard import end
 from chatsvc.sessions.relay import Note, Relay
 
 P = ParamSpec("P")
@@ -57,8 +58,7 @@ class WatchedStore:
 
     async def close(self) -> None:
         if self._pinging is not None:
-            self._pinging.cancel()
-            await asyncio.gather(self._pinging, return_exceptions=True)
+            await end(self._pinging)
             self._pinging = None
         await self._store.close()
 
