@@ -1,8 +1,8 @@
 """A simulated executor whose text says when it was made: for measuring how old text is when a reader has it.
 
-Steps end at a steady beat. Every token of a step is the same: it stands for the millisecond at which the step ended,
+Every token of a step is the same: it stands for the millisecond at which the modelled device was done with the step,
 and its text is exactly three characters that JSON does not escape, so a reader can cut any stretch of text into tokens
-again.
+again. That this process woke up too late to see the end counts as age.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def clock_tokens(vocab_size: int, token_bytes: Callable[[int], bytes], is_specia
 
 def milliseconds() -> int:
     """Now, on the clock that all processes of a machine share."""
-    return time.monotonic_ns() // 1_000_000
+    return int(time.monotonic() * 1000)
 
 
 class ClockExecutor(SimulatedExecutor):
@@ -41,16 +41,12 @@ class ClockExecutor(SimulatedExecutor):
     def __init__(self, config: SimulatedConfig, tokens: list[int]) -> None:
         super().__init__(config)
         self._tokens = tokens
-        self._due = 0.0
 
     def run(self, plan: SchedulerOutput) -> StepResult:
-        """One step, which ends one step time after the last one, or at once if that has passed."""
-        began = time.perf_counter()
-        self.steps += 1
-        self._due = max(began, self._due + self.config.step_seconds)
-        while (wait := self._due - time.perf_counter()) > 0 and not self._stop.wait(wait):
-            pass
-        token = SampledToken(self._tokens[milliseconds() % PERIOD])
+        """See :class:`SimulatedExecutor`."""
+        began = self._begin()
+        ended = self._end(plan, began)
+        token = SampledToken(self._tokens[int(ended * 1000) % PERIOD])
         tokens = {row.seq_id: [token] for row in plan.rows if row.sampling is not None}
         tokens |= {seq_id: [token] for row in plan.rows for seq_id, _ in row.forks}
-        return StepResult(plan.step, tokens, {}, time.perf_counter() - began)
+        return StepResult(plan.step, tokens, {}, ended - began)

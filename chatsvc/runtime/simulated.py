@@ -3,6 +3,10 @@
 Its "KV" of a slot is the token written there, and the token it samples is a pure function of what it reads back through
 the block table. A wrong block, a stale block or an unwritten slot therefore changes the output: the scheduler and the
 block manager are proven with it, and capacity is planned with it.
+
+Steps take the time a device would take: one begins when it was submitted or when the one before it ended, whichever is
+later. So with two steps in flight nothing is lost between them, as on a device with a queue; with one, the time until
+the next is submitted is lost.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -79,6 +84,8 @@ class SimulatedExecutor:
         self._stop = threading.Event()
         self.steps = 0
         self._before: StepResult | None = None
+        self._asked: deque[float] = deque()  # when the steps that wait for their turn were submitted
+        self._free = 0.0  # when the last step ended
 
     def start(self) -> KVCapacity:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chatsvc-sim")
@@ -96,6 +103,7 @@ class SimulatedExecutor:
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         assert self._thread is not None, "start() first"
+        self._asked.append(time.monotonic())
         return self._thread.submit(self.run, plan)
 
     def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
@@ -123,10 +131,8 @@ class SimulatedExecutor:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """One step: every row writes before any row reads, as a layer of a model does."""
-        began = time.perf_counter()
-        self.steps += 1
+        began = self._begin()
         plan, self._before = plan.filled(self._before), None
-        seconds = self.config.step_seconds + self.config.token_seconds * plan.num_tokens
         self._move(self._pool, self._host, plan.swap_out)
         self._move(self._pool, self._pool, plan.copies)
         self._move(self._host, self._pool, plan.swap_in)
@@ -134,15 +140,29 @@ class SimulatedExecutor:
             self._write(row)
         tokens = {}
         for row in plan.rows:
+            if row.sampling is None:
+                continue
             context = self._read(row)
-            if row.sampling is not None:
-                tokens[row.seq_id] = [self._sample(context, row)]
+            tokens[row.seq_id] = [self._sample(context, row)]
             for seq_id, sampling in row.forks:
                 tokens[seq_id] = [self._sample(context, replace(row, sampling=sampling))]
-        if seconds > 0:
-            self._stop.wait(max(0.0, seconds - (time.perf_counter() - began)))
-        self._before = StepResult(plan.step, tokens, {}, time.perf_counter() - began)
+        ended = self._end(plan, began)
+        self._before = StepResult(plan.step, tokens, {}, ended - began)
         return self._before
+
+    def _begin(self) -> float:
+        """When this step begins, in monotonic seconds: it may be a little while ago."""
+        self.steps += 1
+        asked = self._asked.popleft() if self._asked else time.monotonic()
+        return max(asked, self._free)
+
+    def _end(self, plan: SchedulerOutput, began: float) -> float:
+        """Wait for the end of the step, in monotonic seconds; what is slept too long is not the device's."""
+        due = began + self.config.step_seconds + self.config.token_seconds * plan.num_tokens
+        self._free = max(due, time.monotonic())
+        while (wait := self._free - time.monotonic()) > 0 and not self._stop.wait(wait):
+            pass
+        return self._free
 
     def _move(self, source: array[int], target: array[int], pairs: tuple[tuple[int, int], ...]) -> None:
         size = self.config.block_size
@@ -150,19 +170,28 @@ class SimulatedExecutor:
         for (_, b), tokens in zip(pairs, read, strict=True):
             target[b * size : (b + 1) * size] = tokens
 
-    def _slots(self, row: ScheduledRow, positions: Iterable[int]) -> Iterable[int]:
-        size = self.config.block_size
-        return (row.block_table[p // size] * size + p % size for p in positions)
-
     def _write(self, row: ScheduledRow) -> None:
-        positions = range(row.start, row.start + len(row.token_ids))
-        for p, slot, token in zip(positions, self._slots(row, positions), row.token_ids, strict=True):
-            if p >= row.write_from:
-                self._pool[slot] = token
+        size, pool, tokens = self.config.block_size, self._pool, array("i", row.token_ids)
+        end = row.start + len(tokens)
+        at = max(row.start, row.write_from)
+        while at < end:
+            block, offset = divmod(at, size)
+            count = min(size - offset, end - at)
+            slot = row.block_table[block] * size + offset
+            assert slot + count <= len(pool), f"there is no block {row.block_table[block]}"
+            pool[slot : slot + count] = tokens[at - row.start : at - row.start + count]
+            at += count
 
     def _read(self, row: ScheduledRow) -> array[int]:
+        """What the pool holds of positions ``0 .. start + len(token_ids) - 1``, through the block table."""
+        size, pool = self.config.block_size, self._pool
         end = row.start + len(row.token_ids)
-        return array("i", [self._pool[slot] for slot in self._slots(row, range(end))])
+        context = array("i")
+        for block in row.block_table:
+            context += pool[block * size : (block + 1) * size]
+        assert len(context) >= end, "the block table is too short"
+        del context[end:]
+        return context
 
     def _sample(self, context: array[int], row: ScheduledRow) -> SampledToken:
         assert row.sampling is not None
