@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from chatsvc.api import admin, chat, completions, openapi, responses, sessions, tokens
+from chatsvc.api import admin, chat, completions, openapi, responses, responses_stored, sessions, tokens
 from chatsvc.api.door import Door
 from chatsvc.api.errors import on_exception, on_http_exception
 from chatsvc.api.foreign import ForeignPages
@@ -77,6 +77,7 @@ def create_app(services: Services, *, turns: Turns | None = None, extra_routes: 
         openapi.route(operations, keys=services.keys is not None),
         *sessions.routes(services, turns),
         *responses.routes(services, turns),
+        *responses_stored.routes(services, turns),
         *extra_routes,
         *page_routes(),
     ]

@@ -45,6 +45,51 @@ class OutputCall(Shape):
     arguments: str
 
 
+class InputText(Shape):
+    """A text of the input."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class InputMessage(Shape):
+    """A message that the caller gave."""
+
+    id: str
+    type: Literal["message"]
+    status: Literal["completed"]
+    role: Literal["user", "system"]
+    content: list[InputText]
+
+
+class CallOutput(Shape):
+    """What a function gave."""
+
+    id: str
+    type: Literal["function_call_output"]
+    status: Literal["completed"]
+    call_id: str
+    output: str
+
+
+class ItemList(Shape):
+    """A page of items; ``last_id`` is the next page's ``after``."""
+
+    object: Literal["list"]
+    data: list[InputMessage | OutputMessage | OutputCall | CallOutput]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ResponseDeleted(Shape):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class ResponseFunction(Shape):
     """A function as it was given."""
 
@@ -201,5 +246,24 @@ RESPONSE_OPERATIONS = (
         "End a response that is being made in the background",
         answer=ResponseObject,
         errors=MISSING | STORE | {400: "It is not one in the background"},
+    ),
+    Operation(
+        "delete",
+        ONE,
+        "Forget a response; one that is being made ends",
+        answer=ResponseDeleted,
+        errors=MISSING | STORE,
+    ),
+    Operation(
+        "get",
+        f"{ONE}/input_items",
+        "The items that it was made from, those of the responses before it among them",
+        answer=ItemList,
+        errors=MISSING | STORE | {400: PLAIN[400]},
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+            "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+            "after": {"type": "string"},
+        },
     ),
 )

@@ -40,10 +40,11 @@ class MessageCard(Shape):
 
 
 class SessionCard(Shape):
-    """A session; without ``messages`` in lists."""
+    """A session; without ``messages`` in lists. ``kind``: which API made it."""
 
     id: str
     object: Literal["session"]
+    kind: Literal["chat", "response"]
     title: str
     system: str
     created_at: int
@@ -76,13 +77,19 @@ class TurnCancelled(Shape):
 
 ONE = "/v1/sessions/{id}"
 LIMIT = {"type": "integer", "minimum": 1, "maximum": 200, "default": 50}
+KIND = {"type": "string", "enum": ["chat", "response"]}
 
 SESSION_OPERATIONS = (
     Operation(
         "post", "/v1/sessions", "Begin a session", SessionRequest, SessionCard, errors=PLAIN | STORE, success=201
     ),
     Operation(
-        "get", "/v1/sessions", "The newest sessions", answer=SessionList, errors=PLAIN | STORE, query={"limit": LIMIT}
+        "get",
+        "/v1/sessions",
+        "The newest sessions",
+        answer=SessionList,
+        errors=PLAIN | STORE,
+        query={"limit": LIMIT, "kind": KIND},
     ),
     Operation("get", ONE, "One session with its messages", answer=SessionCard, errors=READING),
     Operation("patch", ONE, "Another title or system prompt", SessionRequest, SessionCard, errors=PLAIN | READING),

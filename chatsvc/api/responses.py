@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's Responses, on top of sessions.
+"""``POST /v1/responses``: OpenAI's Responses, on top of sessions.
 
 A response is a turn: its input is a user's message of a session, its output the answer. Both remember what a session's
 messages do not know (the items, the settings) in ``Message.extra``. The id of a response names its session and its
@@ -8,7 +8,6 @@ of the session is being written, on a copy of the branch. With ``store: false``,
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from contextlib import suppress
@@ -22,7 +21,6 @@ from starlette.routing import Route
 from chatsvc.api.answers import CLIENT_GONE, failure, until_ended
 from chatsvc.api.body import read_model
 from chatsvc.api.chat import check_model, least_characters, require_ready
-from chatsvc.api.frames import usage
 from chatsvc.api.middleware import RequestInfo, request_info
 from chatsvc.api.prompt import render, work
 from chatsvc.api.responses_input import (
@@ -32,23 +30,21 @@ from chatsvc.api.responses_input import (
     shown_text,
     with_instructions,
 )
-from chatsvc.api.responses_object import History, Settings, history, response_of
-from chatsvc.api.responses_run import Run, run_events
+from chatsvc.api.responses_object import History, Settings, history, kept_in
+from chatsvc.api.responses_run import Readers, Run
 from chatsvc.api.responses_schema import RESPONSES_NEUTRAL, ResponseRequest
 from chatsvc.api.sampling import refuse_hopeless, room_for, sampling_params
 from chatsvc.api.services import Services
-from chatsvc.api.sse import EventStream
 from chatsvc.api.tools import ToolUse
-from chatsvc.api.turn import Key, Turn
+from chatsvc.api.turn import Key
 from chatsvc.api.turns import Turns
 from chatsvc.api.unsupported import refuse_unsupported
 from chatsvc.engine.output import Generation
 from chatsvc.errors import Conflict, InvalidRequest, NotFound, StoreError
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.sessions.base import Message, Session, SessionStore, TurnRunning
-from chatsvc.sessions.codec import new_id
+from chatsvc.sessions.codec import new_id, new_session_id
 
-_ID = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{32})")
 TITLE = 60  # characters
 
 
@@ -59,6 +55,7 @@ class Responses:
         self._services = services
         self._store = store
         self._turns = turns
+        self._readers = Readers(services, turns)
 
     async def create(self, request: Request) -> Response:
         require_ready(self._services)
@@ -70,45 +67,12 @@ class Responses:
         before = await self._before(info.tenant, body.previous_response_id)
         run = await self._start(body, info, tools, new, before)
         if body.background and run.turn is not None:
-            self._hold(run.turn)
+            self._readers.hold(run.turn)
         if body.stream:
-            return self._stream(run, -1, leaves_running=bool(body.background))
+            return self._readers.stream(run, -1, leaves_running=bool(body.background))
         if body.background:
             return JSONResponse(run.now())
         return await self._whole(request, run)
-
-    async def read(self, request: Request) -> Response:
-        key, message = await self._find(request)
-        streamed = _flag(request, "stream")
-        after = request.query_params.get("starting_after")
-        if "include" in request.query_params or "include[]" in request.query_params:
-            raise InvalidRequest("include: this is not supported here", param="include", code="unsupported_parameter")
-        if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10 and streamed):
-            raise InvalidRequest("starting_after: a number, only together with stream=true", param="starting_after")
-        turn = None if self._turns is None else self._turns.running(key)
-        if turn is None or turn.id != message.id or self._turns is None:
-            if streamed:
-                raise InvalidRequest("stream: this response is not being made by this process now", param="stream")
-            return JSONResponse(response_of(key[1], message))
-        message = self._turns.message(turn)
-        if not streamed:
-            return JSONResponse(response_of(key[1], message))
-        run = Run(Settings.of(key[1], message), turn.generation, request_info(request), turn)
-        return self._stream(run, -1 if after is None else int(after), leaves_running=True)
-
-    async def cancel(self, request: Request) -> Response:
-        key, message = await self._find(request)
-        if not Settings.of(key[1], message).fields["background"]:
-            raise InvalidRequest(
-                "Only responses with background=true can be cancelled; of another one, leave the stream"
-            )
-        if message.status == "running" and self._turns is not None:
-            async with self._turns.lock(key):
-                _, message = await self._find(request)
-                if message.status == "running":
-                    await self._turns.cancel(key)
-            _, message = await self._find(request)
-        return JSONResponse(response_of(key[1], message))
 
     # -- a new response ----------------------------------------------------------------------------------------
 
@@ -133,9 +97,9 @@ class Responses:
         """The session that is gone on with, and the branch."""
         if previous is None or self._store is None:
             return None
-        ids = _ID.fullmatch(previous)
-        session = await self._store.get(tenant, f"sess_{ids[1]}") if ids else None
-        told = history(session, f"msg_{ids[2]}") if session is not None and ids is not None else None
+        ids = kept_in(previous)
+        session = await self._store.get(tenant, ids[0]) if ids else None
+        told = history(session, ids[1]) if session is not None and ids is not None else None
         if session is None or told is None:
             raise InvalidRequest(
                 f"previous_response_id: there is no response {previous[:80]!r}",
@@ -245,7 +209,7 @@ class Responses:
             title, system = before[0].title, before[0].system
             for message in before[1].path:
                 copies.append(replace(message, id=new_id("msg"), parent_id=copies[-1].id if copies else None))
-        return Session(new_id("sess"), tenant, title, system, now, now, copies)
+        return Session(new_session_id("response"), tenant, title, system, now, now, copies)
 
     def _settings(self, body: ResponseRequest, params: SamplingParams, tools: ToolUse | None, keep: bool) -> Settings:
         template = self._services.template
@@ -301,8 +265,7 @@ class Responses:
     # -- its answer --------------------------------------------------------------------------------------------
 
     async def _whole(self, request: Request, run: Run) -> Response:
-        if run.turn is not None and self._turns is not None:
-            self._turns.attach(run.turn)
+        self._readers.come(run)
         try:
             if not await until_ended(request, [run.generation]):
                 run.info.fields["outcome"] = "client_gone"
@@ -310,91 +273,16 @@ class Responses:
             log = run.generation.logs[0]
             if log.finish_reason == "error":
                 raise failure(log)
-            await self._stored_end(run)
+            await self._readers.stored(run)
             return JSONResponse(run.now())
         finally:
-            self._left(run, leaves_running=False)
-
-    def _stream(self, run: Run, after: int, *, leaves_running: bool) -> Response:
-        if run.turn is not None and self._turns is not None:
-            self._turns.attach(run.turn)
-        settings = self._services.settings
-        return EventStream(
-            run_events(run, after, self._stored_end, self._services.pace),
-            ping=settings.ping_interval,
-            send_timeout=settings.send_timeout,
-            on_close=lambda: self._left(run, leaves_running=leaves_running),
-        )
-
-    async def _stored_end(self, run: Run) -> None:
-        """Raises: StoreError."""
-        if run.turn is not None and self._turns is not None:
-            await self._turns.stored(run.turn)
-
-    def _hold(self, turn: Turn) -> None:
-        """A response in the background needs no reader to go on: it counts as one itself."""
-        turns = self._turns
-        assert turns is not None
-        turns.attach(turn)
-
-        def look() -> None:
-            if turn.generation.finished:
-                turn.generation.unwatch(look)
-                turns.detach(turn)
-
-        turn.generation.watch(look)
-        look()
-
-    def _left(self, run: Run, *, leaves_running: bool) -> None:
-        """A reader is gone. One who asked for an answer at once takes the generation with it."""
-        if not leaves_running and not run.generation.finished:
-            run.info.fields.setdefault("outcome", "client_gone")
-            if run.turn is None:
-                run.generation.cancel()
-            else:
-                run.turn.end("cancelled")
-        counts = usage([run.generation])
-        run.info.fields |= {
-            "response": run.settings.id,
-            "prompt_tokens": counts["prompt_tokens"],
-            "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
-            "completion_tokens": counts["completion_tokens"],
-            "finish": [run.generation.logs[0].finish_reason],
-            **{name: value for name, value in counts["timings"].items() if value is not None},
-        }
-        if run.turn is not None and self._turns is not None:
-            self._turns.detach(run.turn)
-
-    async def _find(self, request: Request) -> tuple[Key, Message]:
-        """Raises: NotFound."""
-        asked = request.path_params["id"]
-        ids = _ID.fullmatch(asked)
-        tenant = request_info(request).tenant
-        if ids is not None and self._store is not None:
-            session = await self._store.get(tenant, f"sess_{ids[1]}")
-            for message in session.messages if session is not None else ():
-                if message.id == f"msg_{ids[2]}" and Settings.known(message):
-                    return (tenant, f"sess_{ids[1]}"), message
-        raise NotFound(f"There is no response {asked[:80]!r}", param="id", code="response_not_found")
+            self._readers.left(run, leaves_running=False)
 
 
 def _dumped(choice: Any, default: str) -> Any:
     return default if choice is None else choice.model_dump(include={"type", "name"})
 
 
-def _flag(request: Request, name: str) -> bool:
-    value = request.query_params.get(name, "false")
-    if value not in ("true", "false"):
-        raise InvalidRequest(f"{name}: true or false", param=name)
-    return value == "true"
-
-
 def routes(services: Services, turns: Turns | None) -> list[Route]:
-    """The routes of this module."""
-    api = Responses(services, services.store, turns)
-    one = "/v1/responses/{id}"
-    return [
-        Route("/v1/responses", api.create, methods=["POST"]),
-        Route(one, api.read, methods=["GET"]),
-        Route(f"{one}/cancel", api.cancel, methods=["POST"]),
-    ]
+    """The route that makes one; what is done with it later: :mod:`chatsvc.api.responses_stored`."""
+    return [Route("/v1/responses", Responses(services, services.store, turns).create, methods=["POST"])]

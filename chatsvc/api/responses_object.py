@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chatsvc.api.responses_delete import is_blank, is_deleted
 from chatsvc.api.responses_output import finished_fields, response_usage, whole_output
 from chatsvc.api.tools import CallReading
 from chatsvc.engine.output import FinishReason
 from chatsvc.sessions.base import Message, Session
 
 KEY = "response"  # in Message.extra
+_ID = re.compile(r"resp_(r?[0-9a-f]{31,32})([0-9a-f]{32})")
+
+
+def kept_in(response_id: str) -> tuple[str, str] | None:
+    """(session, message) whose ids that of a response is made of; None when it is none."""
+    ids = _ID.fullmatch(response_id)
+    return None if ids is None else (f"sess_{ids[1]}", f"msg_{ids[2]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +123,23 @@ class History:
         ]
 
 
-def history(session: Session, leaf: str) -> History | None:
-    """The branch that ends with the answer ``leaf``; None when there is no response of that name."""
+def path_of(session: Session, leaf: str) -> list[Message]:
+    """The branch that ends with the message ``leaf``, from its root; empty when there is none."""
     by_id = {m.id: m for m in session.messages}
-    last = by_id.get(leaf)
-    if last is None or not Settings.known(last):
-        return None
     path: list[Message] = []
-    at: str | None = leaf
+    at: str | None = leaf if leaf in by_id else None
     while at is not None:
         path.append(by_id[at])
         at = path[-1].parent_id
-    path.reverse()
+    return path[::-1]
+
+
+def history(session: Session, leaf: str) -> History | None:
+    """The branch that ends with the answer ``leaf``; None when there is no response of that name (any more), or a text
+    of its past is gone."""
+    path = path_of(session, leaf)
+    if not path or not Settings.known(path[-1]) or is_deleted(path[-1]) or any(map(is_blank, path)):
+        return None
     chat: list[dict[str, Any]] = []
     ids: dict[int, list[int]] = {}
     for message in path:

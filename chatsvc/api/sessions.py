@@ -20,6 +20,7 @@ from chatsvc.api.body import read_model
 from chatsvc.api.chat import check_model, require_ready
 from chatsvc.api.errors import describe
 from chatsvc.api.middleware import request_info
+from chatsvc.api.responses_delete import visible
 from chatsvc.api.services import Services
 from chatsvc.api.sessions_plan import Plan, Planner, path_to, require_answer
 from chatsvc.api.sessions_schema import (
@@ -39,7 +40,7 @@ from chatsvc.api.unsupported import refuse_unsupported
 from chatsvc.engine.output import Generation
 from chatsvc.errors import Conflict, InvalidRequest
 from chatsvc.sessions.base import Message, Session, SessionStore, TurnRunning
-from chatsvc.sessions.codec import check_fits, new_id
+from chatsvc.sessions.codec import KINDS, check_fits, kind_of, new_id, new_session_id
 
 LIST_LIMIT = 50
 LIST_MAX = 200
@@ -60,7 +61,7 @@ class Sessions:
         refuse_unsupported(body.model_extra, SESSION_SWALLOWED)
         now = time.time()
         tenant = request_info(request).tenant
-        session = Session(new_id("sess"), tenant, body.title or "", body.system or "", now, now)
+        session = Session(new_session_id("chat"), tenant, body.title or "", body.system or "", now, now)
         await self._store.create(session)
         return JSONResponse(public(session), 201)
 
@@ -68,7 +69,10 @@ class Sessions:
         asked = request.query_params.get("limit", str(LIST_LIMIT))
         if not (asked.isascii() and asked.isdecimal() and 1 <= int(asked[:6]) <= LIST_MAX):
             raise InvalidRequest(f"limit: a number from 1 to {LIST_MAX}", param="limit")
-        found = await self._store.list(request_info(request).tenant, int(asked))
+        kind = request.query_params.get("kind")
+        if kind not in (None, *KINDS):
+            raise InvalidRequest(f"kind: one of {', '.join(KINDS)}", param="kind")
+        found = await self._store.list(request_info(request).tenant, int(asked), kind)
         return JSONResponse({"object": "list", "data": [public(s, messages=False) for s in found]})
 
     async def read(self, request: Request) -> Response:
@@ -126,7 +130,7 @@ class Sessions:
         body = await read_model(request, self._services, ForkRequest)
         refuse_unsupported(body.model_extra, FORK_SWALLOWED)
         session = await self._session(key)
-        path = path_to(session, body.message_id, param="message_id")
+        path = path_to(visible(session), body.message_id, param="message_id")
         require_answer(path[-1], "message_id")
         if path[-1].status == "running":
             raise Conflict("This message is still being written", param="message_id")
@@ -136,7 +140,7 @@ class Sessions:
             copies.append(replace(message, id=new_id("msg"), parent_id=parent))
         now = time.time()
         title = session.title if body.title is None else body.title
-        forked = Session(new_id("sess"), session.tenant, title, session.system, now, now, copies)
+        forked = Session(new_session_id("chat"), session.tenant, title, session.system, now, now, copies)
         await self._store.create(forked)
         return JSONResponse(public(forked), 201)
 
@@ -213,6 +217,7 @@ def public(session: Session, *, messages: bool = True) -> dict[str, Any]:
     out: dict[str, Any] = {
         "id": session.id,
         "object": "session",
+        "kind": kind_of(session.id),
         "title": session.title,
         "system": session.system,
         "created_at": int(session.created_at),
@@ -231,7 +236,7 @@ def public(session: Session, *, messages: bool = True) -> dict[str, Any]:
                 "timing": m.timing,
                 "created_at": int(m.created_at),
             }
-            for m in session.messages
+            for m in visible(session).messages
         ]
     return out
 

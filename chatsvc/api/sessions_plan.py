@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chatsvc.api.responses_delete import visible
 from chatsvc.api.sampling import refuse_hopeless, room_for, sampling_params
 from chatsvc.api.services import Services
 from chatsvc.api.sessions_schema import MessageRequest, RegenerateRequest, TurnFields
@@ -44,6 +45,7 @@ class Planner:
 
     async def message(self, session: Session, body: MessageRequest) -> Plan:
         """A user's message and its answer."""
+        session = visible(session)
         parent = _parent(session, body.parent_id)
         user = _message(parent, "user", body.content)
         answer = replace(_message(user.id, "assistant", ""), status="running")
@@ -51,7 +53,7 @@ class Planner:
 
     async def regenerate(self, session: Session, leaf: str, body: RegenerateRequest) -> Plan:
         """Another answer in place of ``leaf`` or to it, or the rest of it."""
-        path = path_to(session, leaf)
+        path = path_to(visible(session), leaf)
         answer = replace(_message(path[-1].id, "assistant", ""), status="running")
         if body.continue_final_message:
             cut = path[-1] = self._cut(path[-1])

@@ -10,6 +10,7 @@ from chatsvc.errors import Conflict
 from chatsvc.sessions.relay import Relay
 
 Status = Literal["running", "done", "cancelled", "failed", "interrupted"]
+Kind = Literal["chat", "response"]
 
 
 @dataclass(slots=True)
@@ -100,8 +101,8 @@ class SessionStore(Protocol):
 
     async def get(self, tenant: str, session_id: str) -> Session | None: ...
 
-    async def list(self, tenant: str, limit: int = 50) -> list[Session]:
-        """Newest first, without messages."""
+    async def list(self, tenant: str, limit: int = 50, kind: Kind | None = None) -> list[Session]:
+        """Newest first, without messages. ``kind``: of that kind only (``codec.kind_of`` its id)."""
         ...
 
     async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None: ...
@@ -121,6 +122,13 @@ class SessionStore(Protocol):
         """Write down what a running answer has by now, or its end. Writing again what is stored is no error.
 
         Raises: NotFound; TurnOver when the stored answer is not running any more, or has another owner.
+        """
+        ...
+
+    async def rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        """Write over messages that have ended, all of them or none.
+
+        Raises: NotFound, also when one of the messages is not there.
         """
         ...
 

@@ -7,9 +7,10 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import get_args
 
 from chatsvc.errors import InvalidRequest
-from chatsvc.sessions.base import Message, TurnRunning
+from chatsvc.sessions.base import Kind, Message, TurnRunning
 
 MAX_SESSION_MESSAGES = 4096
 """Most messages of one session (both sides counted)."""
@@ -18,12 +19,25 @@ MAX_SESSION_BYTES = 16 * 1024 * 1024
 """Most bytes of one session's messages as stored. Checked when messages are appended: an answer that is being written
 when the limit is reached is still kept whole, so a session holds at most this plus the answers then running."""
 
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_RESPONSE = "sess_r"  # the letter is no hexadecimal digit
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 
 
 def new_id(prefix: str) -> str:
     """An unguessable id, 128 random bits: ``sess_...``, ``msg_...``."""
     return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def new_session_id(kind: Kind) -> str:
+    """As unguessable as :func:`new_id` makes them, but for four bits; says what the session is, see :func:`kind_of`."""
+    return new_id("sess") if kind == "chat" else f"{_RESPONSE}{secrets.token_hex(16)[1:]}"
+
+
+def kind_of(session_id: str) -> Kind:
+    """Which API made a session. That never changes, and so its id tells it: whoever lists ids need not look further."""
+    return "response" if session_id.startswith(_RESPONSE) else "chat"
 
 
 def is_id(text: str) -> bool:

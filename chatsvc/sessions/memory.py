@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chatsvc.errors import Conflict, NotFound
-from chatsvc.sessions.base import Message, Session, TurnOver
-from chatsvc.sessions.codec import check_one_running, check_room, decode, encode, stored_size
+from chatsvc.sessions.base import Kind, Message, Session, TurnOver
+from chatsvc.sessions.codec import check_one_running, check_room, decode, encode, kind_of, stored_size
 
 
 @dataclass(slots=True)
@@ -61,9 +61,10 @@ class MemoryStore:
         record = self._find(tenant, session_id)
         return None if record is None else self._session(record)
 
-    async def list(self, tenant: str, limit: int = 50) -> list[Session]:
+    async def list(self, tenant: str, limit: int = 50, kind: Kind | None = None) -> list[Session]:
         now = self._clock()
         alive = [r.meta for r in self._records.values() if r.meta.tenant == tenant and r.expires_at > now]
+        alive = [s for s in alive if kind in (None, kind_of(s.id))]
         alive.sort(key=lambda s: (s.updated_at, s.id), reverse=True)
         return [replace(s, messages=[]) for s in alive[:limit]]
 
@@ -99,6 +100,12 @@ class MemoryStore:
             raise TurnOver
         record.messages[message.id] = fresh
         record.meta.updated_at = self._clock()
+
+    async def rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        record = self._require(tenant, session_id)
+        if any(m.id not in record.messages for m in messages):
+            raise NotFound("There is no such message.")
+        record.messages |= {m.id: encode(m) for m in messages}
 
     async def interrupt_running(self) -> int:
         count = 0

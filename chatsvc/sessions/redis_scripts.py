@@ -116,3 +116,21 @@ if holds and ARGV[8] == 'ended' then redis.call('HSET', KEYS[1], 'turn', '') end
 """Arguments 3..: updated_at (or empty: leave it), message id, new JSON, the stored value that must still be there (or
 empty: the token must hold the lock, or the message be already as it is to be), token, "ended" to give the lock back.
 0: the value was another; -4: the token does not hold the lock."""
+
+REWRITE = (
+    _FIND
+    + """
+for i = 3, #ARGV, 2 do
+  if redis.call('HEXISTS', KEYS[2], ARGV[i]) == 0 then return -2 end
+end
+for i = 3, #ARGV, 2 do
+  local old = redis.call('HGET', KEYS[2], ARGV[i])
+  local seq = string.match(old, '^%d+:')
+  redis.call('HSET', KEYS[2], ARGV[i], seq .. ARGV[i + 1])
+  redis.call('HINCRBY', KEYS[1], 'size', #ARGV[i + 1] + #seq - #old)
+end
+"""
+    + _EXTEND
+    + "return 1"
+)
+"""Arguments 3..: id and new JSON of each message."""

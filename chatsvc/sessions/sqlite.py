@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from chatsvc.errors import ConfigError, Conflict, NotFound, StoreError
-from chatsvc.sessions.base import Message, Session, TurnOver
-from chatsvc.sessions.codec import check_one_running, check_room, decode, encode, stored_size
+from chatsvc.sessions.base import Kind, Message, Session, TurnOver
+from chatsvc.sessions.codec import check_one_running, check_room, decode, encode, kind_of, stored_size
 from chatsvc.sessions.guard import Guard
 
 P = ParamSpec("P")
@@ -106,8 +106,8 @@ class SqliteStore:
     async def get(self, tenant: str, session_id: str) -> Session | None:
         return await self._run(self._get, tenant, session_id)
 
-    async def list(self, tenant: str, limit: int = 50) -> list[Session]:
-        return await self._run(self._list, tenant, limit)
+    async def list(self, tenant: str, limit: int = 50, kind: Kind | None = None) -> list[Session]:
+        return await self._run(self._list, tenant, limit, kind)
 
     async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None:
         return await self._run(self._patch, tenant, session_id, title, system)
@@ -120,6 +120,9 @@ class SqliteStore:
 
     async def update_message(self, tenant: str, session_id: str, message: Message) -> None:
         await self._run(self._update_message, tenant, session_id, message)
+
+    async def rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        await self._run(self._rewrite, tenant, session_id, messages)
 
     async def interrupt_running(self) -> int:
         return await self._run(self._interrupt_running)
@@ -156,6 +159,7 @@ class SqliteStore:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=NORMAL")
                 db.execute("PRAGMA foreign_keys=ON")
+                db.create_function("kind_of", 1, kind_of, deterministic=True)
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version > SCHEMA_VERSION:
                     raise ConfigError(f"The session file {self._path} was written by a newer chatsvc.")
@@ -207,11 +211,11 @@ class SqliteStore:
         session.messages = [replace(decode(body), status=status) for status, body in rows]
         return session
 
-    def _list(self, db: sqlite3.Connection, tenant: str, limit: int) -> Sessions:
+    def _list(self, db: sqlite3.Connection, tenant: str, limit: int, kind: Kind | None) -> Sessions:
         rows = db.execute(
-            f"SELECT {_COLUMNS} FROM sessions WHERE tenant=? AND expires_at>? "
-            "ORDER BY updated_at DESC, id DESC LIMIT ?",
-            (tenant, self._clock(), limit),
+            f"SELECT {_COLUMNS} FROM sessions WHERE tenant=?1 AND expires_at>?2 "
+            "AND (?4 IS NULL OR kind_of(id)=?4) ORDER BY updated_at DESC, id DESC LIMIT ?3",
+            (tenant, self._clock(), limit, kind),
         )
         return [Session(*row) for row in rows]
 
@@ -251,6 +255,22 @@ class SqliteStore:
             "UPDATE sessions SET updated_at=?, size=size+? WHERE id=?",
             (self._clock(), stored_size(body) - stored_size(row[0]), session_id),
         )
+
+    def _rewrite(self, db: sqlite3.Connection, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        self._require(db, tenant, session_id)
+        for message in messages:
+            body = encode(message)
+            row = db.execute(
+                "SELECT body FROM messages WHERE session_id=? AND id=?", (session_id, message.id)
+            ).fetchone()
+            if row is None:
+                raise NotFound("There is no such message.")
+            db.execute(
+                "UPDATE messages SET status=?, body=? WHERE session_id=? AND id=?",
+                (message.status, body, session_id, message.id),
+            )
+            grown = stored_size(body) - stored_size(row[0])
+            db.execute("UPDATE sessions SET size=size+? WHERE id=?", (grown, session_id))
 
     def _interrupt_running(self, db: sqlite3.Connection) -> int:
         return db.execute("UPDATE messages SET status='interrupted' WHERE status='running'").rowcount

@@ -58,6 +58,11 @@ class Known:
         made = httpx.post(f"{self.url}/v1/sessions", json={}, headers=self.headers, trust_env=False)
         return str(made.json()["id"])
 
+    def response(self) -> str:
+        body = {"input": "x", "max_output_tokens": 2}
+        made = httpx.post(f"{self.url}/v1/responses", json=body, headers=self.headers, trust_env=False)
+        return str(made.json()["id"])
+
     def fill(self, case: Any, number: int) -> None:
         if isinstance(case.body, dict):
             if "model" in case.body:
@@ -79,6 +84,8 @@ class Known:
                 case.body["max_output_tokens" if "responses" in case.path else "max_tokens"] = 2
         if number % 2 and case.operation.path.startswith("/v1/sessions/{id}"):
             case.path_parameters["id"] = self.session()
+        if number % 2 and case.operation.path.startswith("/v1/responses/{id}"):
+            case.path_parameters["id"] = self.response()
 
 
 def requests_of(operation: Any, mode: GenerationMode, examples: int) -> Iterator[Any]:

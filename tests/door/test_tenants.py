@@ -178,6 +178,7 @@ async def test_SE_08_another_keys_response_does_not_exist(door: Running) -> None
         ("GET", "/v1/responses/{}"),
         ("POST", "/v1/responses/{}/cancel"),
         ("DELETE", "/v1/responses/{}"),
+        ("GET", "/v1/responses/{}/input_items"),
     ):
         answers = [await bob.request(method, target.format(i)) for i in (made, missing)]
         assert answers[0].status_code == answers[1].status_code in (404, 405), target

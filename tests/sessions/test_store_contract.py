@@ -10,6 +10,7 @@ import pytest
 
 from chatsvc.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from chatsvc.sessions import codec
+from chatsvc.sessions import redis as redis_store
 from chatsvc.sessions.base import Message, Session, SessionStore, TurnOver, TurnRunning
 from chatsvc.sessions.codec import new_id
 from chatsvc.sessions.redis import RedisStore
@@ -122,6 +123,55 @@ async def test_an_ended_answer_is_not_written_over(store: SessionStore) -> None:
             await store.update_message("t", s.id, replace(m, status=status, content=content))
     got = await store.get("t", s.id)
     assert got is not None and got.messages == [m]
+
+
+async def test_what_has_ended_is_written_over_all_of_it_or_nothing(store: SessionStore) -> None:
+    s = session()
+    s.messages = [message("a"), message("b", role="assistant"), message("c")]
+    await store.create(s)
+    a, b, c = s.messages
+    new = [replace(a, content=""), replace(c, content=AWKWARD, extra={"deleted": True})]
+    await store.rewrite("t", s.id, new)
+    await store.rewrite("t", s.id, new)  # a retry
+    got = await store.get("t", s.id)
+    assert got is not None and got.messages == [new[0], b, new[1]]
+    with pytest.raises(NotFound):
+        await store.rewrite("t", s.id, [replace(b, content="lost"), message("stranger")])
+    for tenant, session_id in (("other", s.id), ("t", new_id("sess")), ("t", "a}b")):
+        with pytest.raises(NotFound):
+            await store.rewrite(tenant, session_id, [b])
+    got = await store.get("t", s.id)
+    assert got is not None and got.messages == [new[0], b, new[1]]
+
+
+async def test_what_was_written_over_makes_room(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = session()
+    s.messages = [message("x" * 5000)]
+    await store.create(s)
+    for module in (codec, redis_store):
+        monkeypatch.setattr(module, "MAX_SESSION_BYTES", 8000)
+    with pytest.raises(InvalidRequest):
+        await store.append("t", s.id, [message("y" * 5000)])
+    await store.rewrite("t", s.id, [replace(s.messages[0], content="")])
+    await store.append("t", s.id, [message("y" * 5000)])
+    with pytest.raises(InvalidRequest):
+        await store.append("t", s.id, [message("z" * 5000)])
+
+
+async def test_a_kind_is_listed_by_itself(store: SessionStore) -> None:
+    made = []
+    for i in range(6):
+        s = session(at=float(i))
+        s.id = codec.new_session_id("response" if i % 3 == 0 else "chat")
+        made.append(s)
+        await store.create(s)
+    newest = [s.id for s in made[::-1]]
+    assert [s.id for s in await store.list("t")] == newest
+    assert [s.id for s in await store.list("t", 3)] == newest[:3]
+    chats = [i for i in newest if codec.kind_of(i) == "chat"]
+    assert len(chats) == 4 and [s.id for s in await store.list("t", kind="chat")] == chats
+    assert [s.id for s in await store.list("t", 1, "response")] == [made[3].id]
+    assert await store.delete("t", made[3].id) and [s.id for s in await store.list("t", 5, "response")] == [made[0].id]
 
 
 async def test_an_append_sent_again_adds_nothing_twice(store: SessionStore) -> None:

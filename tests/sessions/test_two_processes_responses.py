@@ -45,3 +45,28 @@ async def test_a_response_is_everywhere(redis_server: RedisServer) -> None:
         await asyncio.gather(one.idle(), two.idle())
         after = await create(two, previous_response_id=running["id"])
         assert after["previous_response_id"] == running["id"]
+
+
+async def test_what_one_process_deletes_is_gone_in_the_other(redis_server: RedisServer) -> None:
+    async with pair(redis_server) as (one, two):
+        first = await create(one)
+        second = await create(two, previous_response_id=first["id"])
+        url = "/v1/responses/{}"
+        items = await one.http.get(url.format(second["id"]) + "/input_items", params={"order": "asc"})
+        assert (
+            items.json()
+            == (await two.http.get(url.format(second["id"]) + "/input_items", params={"order": "asc"})).json()
+        )
+        assert [i["role"] for i in items.json()["data"]] == ["user", "assistant", "user"]
+        running = await create(
+            one, previous_response_id=second["id"], background=True, max_output_tokens=4000, ignore_eos=True
+        )
+        assert (await two.http.delete(url.format(running["id"]))).json()["deleted"] is True  # ends it over there
+        await one.idle()
+        assert (await one.http.get(url.format(running["id"]))).status_code == 404
+        # Both at once: neither process knows what the other is about to delete, and yet nothing is left.
+        gone = await asyncio.gather(one.http.delete(url.format(first["id"])), two.http.delete(url.format(second["id"])))
+        assert [g.status_code for g in gone] == [200, 200]
+        for app in (one, two):
+            assert (await app.http.get(url.format(second["id"]))).status_code == 404
+            assert (await app.http.get(f"/v1/sessions/sess_{first['id'][5:37]}")).status_code == 404

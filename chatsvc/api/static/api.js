@@ -54,7 +54,7 @@ export class Api {
     return (await this.request(method, path, options)).json();
   }
 
-  sessions = () => this.json("GET", "/v1/sessions?limit=100");
+  sessions = () => this.json("GET", "/v1/sessions?kind=chat&limit=100");
   models = () => this.json("GET", "/v1/models");
   create = (fields) => this.json("POST", "/v1/sessions", { body: fields });
   session = (id) => this.json("GET", one(id));
