@@ -23,6 +23,7 @@ from chatsvc.api.turn import Key, Turn
 from chatsvc.errors import Overloaded, StoreError
 from chatsvc.sessions.base import Message, SessionStore
 from chatsvc.sessions.relay import Note, Op, Relay
+from chatsvc.tasks import end
 
 P = ParamSpec("P")
 log = logging.getLogger("chatsvc.api")
@@ -281,10 +282,7 @@ class Neighbours:
             async with asyncio.timeout(wait):
                 await self._flush()
                 await asyncio.gather(*self._errands)
-        tasks = [*self._tasks, *self._errands, *self._joining.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks, *self._errands, *self._joining.values())
 
     def _start(self) -> None:
         if not self._tasks:

@@ -13,26 +13,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from chatsvc.cache.manager import BlockManager
-from chatsvc.engine.checks import check_request, checked_result
+from chatsvc.engine.checks import Admission, checked_result, token_limit
 from chatsvc.engine.config import EngineConfig
-from chatsvc.engine.kvview import KVView
+from chatsvc.engine.kvview import KVViews, snapshot
 from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation
 from chatsvc.engine.persistence import Persistence
 from chatsvc.engine.publisher import Choice, Running
 from chatsvc.engine.setup import make_manager, scheduler_config, step_budget
-from chatsvc.errors import Conflict, EngineDead, EngineError, Overloaded
-from chatsvc.runtime.executor import Executor, KVCapacity
+from chatsvc.errors import EngineDead, EngineError, Overloaded
+from chatsvc.runtime.executor import Executor
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SchedulerOutput, StepResult
-from chatsvc.scheduler.request import Request, Sequence, SequenceUpdate, State
+from chatsvc.scheduler.request import Request, SequenceUpdate
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
+from chatsvc.tasks import end
 from chatsvc.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "EngineConfig"]
@@ -43,7 +44,7 @@ TICK = 0.1
 IDLE_CHECK_BLOCKS = 5_000  # a pool up to this size (1.5 ms) is proven whole whenever the engine falls idle
 
 
-class AsyncEngine:
+class AsyncEngine(Admission):
     """``make_manager`` and ``make_scheduler`` are there for the bench, whose baselines are other ones of each."""
 
     def __init__(
@@ -55,6 +56,7 @@ class AsyncEngine:
         make_manager: Callable[..., BlockManager] = BlockManager,
         make_scheduler: Callable[[SchedulerConfig, BlockManager, StepBudget], Scheduler] = Scheduler,
     ) -> None:
+        super().__init__()
         self.config = config
         self.executor = executor
         self.tokenizer = tokenizer
@@ -62,7 +64,6 @@ class AsyncEngine:
         self._make_scheduler = make_scheduler
         self.metrics = Metrics(lambda: self._scheduler)
         self._scheduler: Scheduler | None = None
-        self._capacity: KVCapacity | None = None
         self._running: dict[str, Running] = {}
         self._by_seq: dict[int, tuple[Running, Choice]] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[StepResult]]] = deque()
@@ -72,10 +73,8 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._draining = False
         self._stopped = False
-        self._dead: str | None = None
-        self._views: set[KVView] = set()
+        self._views = KVViews()
         self._persistence: Persistence | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class AsyncEngine:
             ConfigError, ModelError: cannot start.
             EngineDead: ``stop`` was called meanwhile.
         """
-        capacity = self._capacity = await asyncio.to_thread(self.executor.start)
+        capacity = await asyncio.to_thread(self.executor.start)
         c = self.config
         manager = make_manager(c, capacity, self._make_manager)
         if c.disk_cache is not None:
@@ -95,8 +94,10 @@ class AsyncEngine:
             await self._persistence.restore()
         if self._stopped:
             raise EngineDead("the engine was stopped while it loaded")
-        settings = scheduler_config(c, capacity, limit=self.limit, eos_token_ids=self.tokenizer.eos_token_ids)
+        limit = token_limit(capacity, c.block_size)
+        settings = scheduler_config(c, capacity, limit=limit, eos_token_ids=self.tokenizer.eos_token_ids)
         self._scheduler = self._make_scheduler(settings, manager, step_budget(c, capacity))
+        self._capacity = capacity
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._tick())]
         if self._persistence is not None:
             self._tasks.append(asyncio.create_task(self._persistence.run()))
@@ -110,9 +111,7 @@ class AsyncEngine:
         sound = self.healthy
         for running in list(self._running.values()):
             self._abort(running, "error", "the server was shut down before the answer was complete", 503)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         self._tasks = []
         if self._persistence is not None:
             await self._persistence.stop(save=sound)
@@ -124,12 +123,7 @@ class AsyncEngine:
             for seq in running.request.sequences:
                 self.scheduler.finish(seq, "abort")
             self._forget_if_done(running)
-        for view in self._views:
-            view.close()
-
-    def begin_drain(self) -> None:
-        """Take no new requests; those that are here go on."""
-        self._draining = True
+        self._views.close()
 
     async def drained(self, timeout: float) -> bool:  # noqa: ASYNC109  the answer is a bool, not an exception
         """Until nothing runs, or ``timeout`` seconds. Returns whether nothing runs."""
@@ -143,17 +137,6 @@ class AsyncEngine:
         return True
 
     # -- what callers see --------------------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> KVCapacity:
-        if self._capacity is None:
-            raise Overloaded("the model is still loading", status=503, retry_after=2)
-        return self._capacity
-
-    @property
-    def limit(self) -> int:
-        """Prompt and answer together: min(context, pool)."""
-        return min(self.capacity.max_model_len, self.capacity.num_blocks * self.config.block_size)
 
     @property
     def block_size(self) -> int:
@@ -172,16 +155,19 @@ class AsyncEngine:
         return self._dead is None and (began is None or time.perf_counter() - began < self.config.stuck_after)
 
     @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @property
-    def ready(self) -> bool:
-        return self._scheduler is not None and not self._draining and self.healthy
-
-    @property
     def num_requests(self) -> int:
         return len(self._running)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.scheduler.waiting)  # the first sequence of each request that has not been scheduled
+
+    @property
+    def _bounds(self) -> EngineConfig:
+        return self.config
+
+    def _knows(self, request_id: str) -> bool:
+        return request_id in self._running
 
     def generate(
         self,
@@ -213,26 +199,6 @@ class AsyncEngine:
             self._by_seq[choice.sequence.seq_id] = (running, choice)
         self._wake.set()
         return generation
-
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        if self._dead is not None:
-            raise EngineDead(self._dead)
-        if self._draining:
-            raise Overloaded("the server is shutting down", status=503, retry_after=5)
-        if request_id in self._running:
-            raise Conflict(f"a request with the id {request_id} is running")
-        check_request(prompt, params, limit=self.limit, vocab_size=self.capacity.vocab_size)
-        if not self.healthy:
-            raise Overloaded("the engine is stuck in a step", status=503, retry_after=5)
-        queued = len(self._queued())
-        if queued >= self.config.max_queue:
-            raise Overloaded(f"the queue is full ({queued} requests wait)", status=429, retry_after=2)
-
-    def _queued(self) -> list[Running]:
-        """Requests none of whose sequences has been scheduled, oldest first."""
-        waiting = self.scheduler.waiting.values()
-        ids = dict.fromkeys(s.request.request_id for s in waiting if s.choice == 0)
-        return [self._running[i] for i in ids]
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request; False when nothing of that name runs."""
@@ -332,7 +298,7 @@ class AsyncEngine:
             self._forget_if_done(running)
         for running in list(self._leaving.values()):
             self._forget_if_done(running)
-        self._tell_views()
+        self._views.changed()
 
     def _publish(self, update: SequenceUpdate, running: Running, choice: Choice, now: float) -> None:
         """The one place where tokens become text."""
@@ -373,12 +339,8 @@ class AsyncEngine:
         for seq in running.request.sequences:
             self.scheduler.retire(seq, "abort")
         self._forget_if_done(running)
-        self._tell_views()
+        self._views.changed()
         self._wake.set()
-
-    def _tell_views(self) -> None:
-        for view in self._views:
-            view.changed()
 
     def _expire(self) -> None:
         """Fail who has waited too long in the queue, or for a step that does not end."""
@@ -387,11 +349,11 @@ class AsyncEngine:
         if began is not None and now - began > limit:
             for running in list(self._running.values()):
                 self._abort(running, "error", f"the engine has been stuck in a step for {limit:g} s", 503)
-        for running in self._queued():
-            if now - running.request.arrival < self.config.queue_timeout:
-                break
+        since = now - self.config.queue_timeout
+        oldest_first = (s.request for s in self.scheduler.waiting.values())
+        for request in list(takewhile(lambda r: r.arrival <= since, oldest_first)):
             waited = f"the request waited {self.config.queue_timeout:g} s in the queue without being started"
-            self._abort(running, "error", waited, 503)
+            self._abort(self._running[request.request_id], "error", waited, 503)
 
     def _die(self, why: str) -> None:
         self._dead = why
@@ -404,8 +366,7 @@ class AsyncEngine:
         self._leaving.clear()
         self._news.clear()
         self._idle.set()
-        for view in self._views:
-            view.close()
+        self._views.close()
 
     def _fell_idle(self) -> None:
         """With nothing to do there is time to prove that nothing leaked; what is found is said and survived."""
@@ -430,20 +391,8 @@ class AsyncEngine:
 
     def kv_snapshot(self) -> dict[str, Any]:
         """The body of ``GET /debug/kv``."""
-        return KVView(self.scheduler, self._name_of).snapshot()
+        return snapshot(self.scheduler)
 
-    async def kv_events(self) -> AsyncIterator[dict[str, Any]]:
+    def kv_events(self) -> AsyncIterator[dict[str, Any]]:
         """First the whole state, then what changed, at most ten times a second."""
-        view = KVView(self.scheduler, self._name_of)
-        self._views.add(view)
-        try:
-            async with aclosing(view.events()) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._views.discard(view)
-
-    def _name_of(self, seq: Sequence) -> str:
-        assert seq.state is not State.FINISHED
-        beam = f"beam{seq.seq_id}" if seq.group is not None else str(seq.choice)
-        return f"{seq.request.request_id}:{beam}"
+        return self._views.events(self.scheduler)

@@ -5,11 +5,102 @@ Both keep one request's fault from becoming everybody's: the scheduler may rely 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import Protocol
 
-from chatsvc.errors import ContextLengthExceeded, InvalidRequest
+from chatsvc.errors import Conflict, ContextLengthExceeded, EngineDead, InvalidRequest, Overloaded
+from chatsvc.runtime.executor import KVCapacity
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SchedulerOutput, StepResult
+
+
+class Bounds(Protocol):
+    """See :class:`chatsvc.engine.config.EngineConfig`."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_queue(self) -> int: ...
+
+
+def token_limit(capacity: KVCapacity, block_size: int) -> int:
+    """Prompt and answer together: min(context, pool)."""
+    return min(capacity.max_model_len, capacity.num_blocks * block_size)
+
+
+class Admission(ABC):
+    """An engine's entrance, wherever the engine runs: whether it takes requests, and in which order it refuses them.
+
+    Who inherits it sets ``_capacity`` once it can take requests, ``_draining`` when it takes no more, and ``_dead``
+    (why) when it never will again.
+    """
+
+    def __init__(self) -> None:
+        self._capacity: KVCapacity | None = None
+        self._draining = False
+        self._dead: str | None = None
+
+    @property
+    @abstractmethod
+    def healthy(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def num_queued(self) -> int:
+        """Requests of which nothing has been scheduled yet. Asked for each new one: it must not count them."""
+
+    @property
+    @abstractmethod
+    def _bounds(self) -> Bounds: ...
+
+    @abstractmethod
+    def _knows(self, request_id: str) -> bool: ...
+
+    @property
+    def capacity(self) -> KVCapacity:
+        """Raises: Overloaded (503) while the model loads."""
+        if self._capacity is None:
+            raise Overloaded("the model is still loading", status=503, retry_after=2)
+        return self._capacity
+
+    @property
+    def limit(self) -> int:
+        """Prompt and answer together, in tokens. Raises: Overloaded (503) while the model loads."""
+        return token_limit(self.capacity, self._bounds.block_size)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def ready(self) -> bool:
+        return self._capacity is not None and not self._draining and self.healthy
+
+    @property
+    def dead(self) -> str | None:
+        """Why it never goes on, whatever happens; None: it may, also when it is not healthy now."""
+        return self._dead
+
+    def begin_drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        self._draining = True
+
+    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        """Raises: InvalidRequest, ContextLengthExceeded, Conflict (the id is in use), Overloaded, EngineDead."""
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if self._draining:
+            raise Overloaded("the server is shutting down", status=503, retry_after=5)
+        if self._knows(request_id):
+            raise Conflict(f"a request with the id {request_id} is running")
+        check_request(prompt, params, limit=self.limit, vocab_size=self.capacity.vocab_size)
+        if not self.healthy:
+            raise Overloaded("the engine is stuck", status=503, retry_after=5)
+        queued = self.num_queued
+        if queued >= self._bounds.max_queue:
+            raise Overloaded(f"the queue is full ({queued} requests wait)", status=429, retry_after=2)
 
 
 def check_request(prompt: list[int], params: SamplingParams, *, limit: int, vocab_size: int) -> None:

@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-from chatsvc.scheduler.request import Sequence
+from chatsvc.scheduler.request import Sequence, State
 from chatsvc.scheduler.scheduler import Scheduler
 
 MIN_INTERVAL = 0.1
 
 
+def snapshot(scheduler: Scheduler) -> dict[str, Any]:
+    """``{"block_size", "blocks": [{id, state, ref_count, hits, hash, owners}], "sequences": [{id, block_table,
+    computed, total}]}``."""
+    blocks, sequences = _collect(scheduler)
+    return {
+        "block_size": scheduler.manager.block_size,
+        "blocks": list(blocks.values()),
+        "sequences": list(sequences.values()),
+    }
+
+
+def _name_of(seq: Sequence) -> str:
+    assert seq.state is not State.FINISHED
+    beam = f"beam{seq.seq_id}" if seq.group is not None else str(seq.choice)
+    return f"{seq.request.request_id}:{beam}"
+
+
+def _collect(scheduler: Scheduler) -> tuple[dict[int, dict[str, Any]], dict[str, dict[str, Any]]]:
+    owners: dict[int, list[str]] = {}
+    sequences: dict[str, dict[str, Any]] = {}
+    for seq in scheduler.sequences():
+        name = _name_of(seq)
+        table = list(seq.table.ids)
+        sequences[name] = {"id": name, "block_table": table, "computed": seq.num_computed, "total": len(seq.tokens)}
+        for block_id in table:
+            owners.setdefault(block_id, []).append(name)
+    blocks = {}
+    for block in scheduler.manager.pool.blocks[1:]:
+        state = "used" if block.ref_count else "cached" if block.content else "free"
+        blocks[block.id] = {
+            "id": block.id,
+            "state": state,
+            "ref_count": block.ref_count,
+            "hits": block.hits,
+            "hash": block.content.digest.hex() if block.content else None,
+            "owners": owners.get(block.id, []),
+        }
+    return blocks, sequences
+
+
 class KVView:
-    def __init__(self, scheduler: Scheduler, name_of: Callable[[Sequence], str]) -> None:
+    """One who watches."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._name_of = name_of
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -27,44 +69,14 @@ class KVView:
         self._closed = True
         self._changed.set()
 
-    def snapshot(self) -> dict[str, Any]:
-        blocks, sequences = self._collect()
-        return {
-            "block_size": self._scheduler.manager.block_size,
-            "blocks": list(blocks.values()),
-            "sequences": list(sequences.values()),
-        }
-
-    def _collect(self) -> tuple[dict[int, dict[str, Any]], dict[str, dict[str, Any]]]:
-        owners: dict[int, list[str]] = {}
-        sequences: dict[str, dict[str, Any]] = {}
-        for seq in self._scheduler.sequences():
-            name = self._name_of(seq)
-            table = list(seq.table.ids)
-            sequences[name] = {"id": name, "block_table": table, "computed": seq.num_computed, "total": len(seq.tokens)}
-            for block_id in table:
-                owners.setdefault(block_id, []).append(name)
-        blocks = {}
-        for block in self._scheduler.manager.pool.blocks[1:]:
-            state = "used" if block.ref_count else "cached" if block.content else "free"
-            blocks[block.id] = {
-                "id": block.id,
-                "state": state,
-                "ref_count": block.ref_count,
-                "hits": block.hits,
-                "hash": block.content.digest.hex() if block.content else None,
-                "owners": owners.get(block.id, []),
-            }
-        return blocks, sequences
-
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """``{"type": "snapshot", ...}`` once, then ``{"type": "change", "blocks", "sequences", "gone"}``."""
-        blocks, sequences = self._collect()
-        yield {"type": "snapshot", **self.snapshot()}
+        blocks, sequences = _collect(self._scheduler)
+        yield {"type": "snapshot", **snapshot(self._scheduler)}
         while True:
             await self._changed.wait()
             self._changed.clear()
-            now_blocks, now_sequences = self._collect()
+            now_blocks, now_sequences = _collect(self._scheduler)
             change = {
                 "type": "change",
                 "blocks": [b for i, b in now_blocks.items() if blocks[i] != b],
@@ -77,3 +89,33 @@ class KVView:
             if self._closed:
                 return
             await asyncio.sleep(MIN_INTERVAL)
+
+
+class KVViews:
+    """All who watch one engine."""
+
+    def __init__(self) -> None:
+        self._open: set[KVView] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def changed(self) -> None:
+        for view in self._open:
+            view.changed()
+
+    def close(self) -> None:
+        for view in self._open:
+            view.close()
+        self._open.clear()
+
+    async def events(self, scheduler: Scheduler) -> AsyncIterator[dict[str, Any]]:
+        """As :meth:`KVView.events`, told of changes until the reader leaves."""
+        view = KVView(scheduler)
+        self._open.add(view)
+        try:
+            async with aclosing(view.events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._open.discard(view)

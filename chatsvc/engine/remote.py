@@ -24,14 +24,14 @@ from functools import partial
 from typing import Any
 
 from chatsvc.config import ServeConfig
-from chatsvc.engine.checks import check_request
+from chatsvc.engine.checks import Admission
 from chatsvc.engine.output import FinishReason, Generation
 from chatsvc.engine.protocol import Built, text_side
 from chatsvc.engine.remote_metrics import RemoteMetrics
 from chatsvc.engine.wire import Ask, Batch, Call, Connection, Drop, Limits, connect, frame, hear, receive
-from chatsvc.errors import ChatsvcError, Conflict, EngineDead, Overloaded
-from chatsvc.runtime.executor import KVCapacity
+from chatsvc.errors import ChatsvcError, EngineDead
 from chatsvc.scheduler.params import SamplingParams
+from chatsvc.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +39,22 @@ WATCH = 0.1  # seconds between looks at the clock
 STOP_SECONDS = 10.0  # for the last save of the disk cache, beside the time for a step that does not end
 
 
-class RemoteEngine:
+class RemoteEngine(Admission):
     """:meth:`launch` it, then as ``AsyncEngine``; see :class:`chatsvc.engine.protocol.ServedEngine`."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        super().__init__()
         self._process = process
         self._reader, self._writer = connection
         self._limits = Limits(16, 1, 10.0, 60.0)
-        self._capacity: KVCapacity | None = None
         self._numbers = itertools.count()
         self._known: dict[int, Generation] = {}  # by key, until the engine's process has told their end
         self._keys: dict[str, int] = {}
+        self._unscheduled: set[int] = set()  # of the known ones
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._heard = time.perf_counter()
         self._its_health = True
-        self._draining = False
         self._closed = False
-        self._dead: str | None = None
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
         self.metrics = RemoteMetrics(lambda: self._call("metrics"))
 
@@ -107,9 +106,7 @@ class RemoteEngine:
     async def _end(self) -> None:
         """The end of the socket ends the process; if it does not, it is killed."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         self._writer.transport.abort()
         try:
             await asyncio.to_thread(self._process.wait, 2.0)
@@ -117,10 +114,6 @@ class RemoteEngine:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         self._fail_calls()
-
-    def begin_drain(self) -> None:
-        """Take no new requests; those that are here go on."""
-        self._draining = True
 
     async def drained(self, timeout: float) -> bool:  # noqa: ASYNC109  the answer is a bool, not an exception
         """Until nothing runs, or ``timeout`` seconds. Returns whether nothing runs."""
@@ -135,17 +128,6 @@ class RemoteEngine:
     # -- what callers see --------------------------------------------------------------------------------------
 
     @property
-    def capacity(self) -> KVCapacity:
-        if self._capacity is None:
-            raise Overloaded("the model is still loading", status=503, retry_after=2)
-        return self._capacity
-
-    @property
-    def limit(self) -> int:
-        """Prompt and answer together: min(context, pool)."""
-        return min(self.capacity.max_model_len, self.capacity.num_blocks * self._limits.block_size)
-
-    @property
     def healthy(self) -> bool:
         """False when the engine or its process died, has been stuck in a step, or has been silent, for too long.
 
@@ -155,16 +137,21 @@ class RemoteEngine:
         return self._dead is None and self._its_health and (self._capacity is None or silent < self._limits.stuck_after)
 
     @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @property
-    def ready(self) -> bool:
-        return self._capacity is not None and not self._draining and self.healthy
-
-    @property
     def num_requests(self) -> int:
         return len(self._known)
+
+    @property
+    def num_queued(self) -> int:
+        # Those that were cancelled and of which the other process has not yet heard count, too: so what waits in the
+        # socket is bounded, however many come and go.
+        return len(self._unscheduled)
+
+    @property
+    def _bounds(self) -> Limits:
+        return self._limits
+
+    def _knows(self, request_id: str) -> bool:
+        return request_id in self._keys
 
     @property
     def pid(self) -> int:
@@ -188,24 +175,9 @@ class RemoteEngine:
         generation = Generation(request_id, prompt_token_ids, params.n, partial(self._cancel, key), now)
         self._known[key] = generation
         self._keys[request_id] = key
+        self._unscheduled.add(key)
         self._send(Ask(key, request_id, prompt_token_ids, params, tenant, cache_salt, priority))
         return generation
-
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        if self._dead is not None:
-            raise EngineDead(self._dead)
-        if self._draining:
-            raise Overloaded("the server is shutting down", status=503, retry_after=5)
-        if request_id in self._keys:
-            raise Conflict(f"a request with the id {request_id} is running")
-        check_request(prompt, params, limit=self.limit, vocab_size=self.capacity.vocab_size)
-        if not self.healthy:
-            raise Overloaded("the engine is stuck", status=503, retry_after=5)
-        # Those that were cancelled and of which the other process has not yet heard count, too: so what waits in the
-        # socket is bounded, however many come and go.
-        queued = sum(g.timings.scheduled is None for g in self._known.values())
-        if queued >= self._limits.max_queue:
-            raise Overloaded(f"the queue is full ({queued} requests wait)", status=429, retry_after=2)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request; False when nothing of that name runs."""
@@ -268,6 +240,8 @@ class RemoteEngine:
             generation = self._known.get(news[0])
             if generation is not None:
                 hear(generation, news)
+                if generation.timings.scheduled is not None:
+                    self._unscheduled.discard(news[0])
                 if news[4]:
                     self._forget(news[0])
         for number, result, error in batch.replies:
@@ -281,12 +255,14 @@ class RemoteEngine:
 
     def _forget(self, key: int) -> None:
         generation = self._known.pop(key)
+        self._unscheduled.discard(key)
         if self._keys.get(generation.request_id) == key:
             del self._keys[generation.request_id]
 
     def _forget_all(self) -> None:
         self._known.clear()
         self._keys.clear()
+        self._unscheduled.clear()
 
     async def _watch(self) -> None:
         """How late the loop is; and an end for those who wait for a process that does not move."""

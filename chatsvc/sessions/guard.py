@@ -19,15 +19,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-async def end(task: asyncio.Task[None]) -> None:
-    """Cancel a task until it has ended: the driver may swallow a cancellation that meets a reply of the server."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=0.2)
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a task of the store ended with an error", exc_info=error)
-
-
 class Guard:
     """Owns the operations under way of one store.
 

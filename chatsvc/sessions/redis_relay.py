@@ -20,8 +20,9 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from chatsvc.errors import StoreError
-from chatsvc.sessions.guard import Guard, end
+from chatsvc.sessions.guard import Guard
 from chatsvc.sessions.relay import Note
+from chatsvc.tasks import end
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from chatsvc.sessions.guard import end
+from chatsvc.tasks import end
 
 
 async def test_a_swallowed_cancellation_is_repeated() -> None:
