@@ -3,8 +3,9 @@
 Keys (``{...}`` is the hash tag: all keys of a session live in one cluster slot; every key has a time to live):
 
 - ``chatsvc:{<session>}:meta``, ``chatsvc:{<session>}:msgs``: see :mod:`chatsvc.sessions.redis_scripts`.
-- ``chatsvc:{tenant-<digest>}:sessions``: sorted set of a tenant's session ids by last change. A hint for listing only:
-  what it names is looked up and checked, and names of expired sessions are dropped on the way.
+- ``chatsvc:{tenant-<digest>}:sessions`` and ``...:responses``: sorted sets of a tenant's session ids by last change,
+  one for each kind. A hint for listing only: what they name is looked up and checked, and names of expired sessions are
+  dropped on the way.
 - ``chatsvc:{running}``: hash ``<session>:<message>`` -> ``<instance>:<tenant>`` of turns under way.
 - ``chatsvc:{instance-<id>}:alive``: the lease of a server process, which it renews. When it has ended, the process's
   running turns count as interrupted, whoever reads them; so a starting process never interrupts the turns of its living
@@ -36,14 +37,16 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chatsvc.errors import ConfigError, Conflict, NotFound, StoreError
 from chatsvc.sessions import redis_scripts as scripts
-from chatsvc.sessions.base import Message, Session, TurnOver, TurnRunning
+from chatsvc.sessions.base import Kind, Message, Session, TurnOver, TurnRunning
 from chatsvc.sessions.codec import (
+    KINDS,
     MAX_SESSION_BYTES,
     MAX_SESSION_MESSAGES,
     check_one_running,
     decode,
     encode,
     is_id,
+    kind_of,
     session_full,
 )
 from chatsvc.sessions.guard import Guard
@@ -121,6 +124,7 @@ class RedisStore:
         self._delete_script = self._client.register_script(scripts.DELETE)
         self._append_script = self._client.register_script(scripts.APPEND)
         self._update_script = self._client.register_script(scripts.UPDATE)
+        self._rewrite_script = self._client.register_script(scripts.REWRITE)
 
     @property
     def relay(self) -> RedisRelay:
@@ -156,8 +160,8 @@ class RedisStore:
     async def get(self, tenant: str, session_id: str) -> Session | None:
         return await self._guard.run(self._get(tenant, session_id))
 
-    async def list(self, tenant: str, limit: int = 50) -> list[Session]:
-        return await self._guard.run(self._list(tenant, limit))
+    async def list(self, tenant: str, limit: int = 50, kind: Kind | None = None) -> list[Session]:
+        return await self._guard.run(self._list(tenant, limit, KINDS if kind is None else (kind,)))
 
     async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None:
         return await self._guard.run(self._patch(tenant, session_id, title, system))
@@ -170,6 +174,9 @@ class RedisStore:
 
     async def update_message(self, tenant: str, session_id: str, message: Message) -> None:
         await self._guard.run(self._update(tenant, session_id, message))
+
+    async def rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        await self._guard.run(self._rewrite(tenant, session_id, messages))
 
     async def interrupt_running(self) -> int:
         return await self._guard.run(self._interrupt_running())
@@ -191,7 +198,7 @@ class RedisStore:
             raise Conflict("There is already a session with this id.")
         _check(reply)
         await self._index(session.tenant, session.id, session.updated_at)
-        await self._prune(session.tenant)
+        await self._prune(_index_key(session.tenant, kind_of(session.id)))
 
     async def _get(self, tenant: str, session_id: str) -> Session | None:
         return await self._session(tenant, session_id, self._get_script)
@@ -209,7 +216,7 @@ class RedisStore:
     async def _delete(self, tenant: str, session_id: str) -> bool:
         if await self._call(self._delete_script, tenant, session_id) == scripts.NO_SESSION:
             return False
-        await self._client.zrem(_index_key(tenant), session_id)
+        await self._client.zrem(_index_key(tenant, kind_of(session_id)), session_id)
         return True
 
     async def _append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
@@ -239,6 +246,9 @@ class RedisStore:
         _check(reply)
         await self._index(tenant, session_id, now)
 
+    async def _rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        _check(await self._call(self._rewrite_script, tenant, session_id, *self._encoded(messages)))
+
     async def _note_running(self, tenant: str, session_id: str, messages: Sequence[Message]) -> Sequence[str]:
         """First the note, then the turn: never a running turn that nobody would end. Returns the notes' names."""
         if not is_id(session_id):
@@ -249,8 +259,13 @@ class RedisStore:
             await self._client.pexpire(_RUNNING, self._ttl_ms)
         return names
 
-    async def _list(self, tenant: str, limit: int) -> Sessions:
-        key, found, at = _index_key(tenant), Sessions(), 0
+    async def _list(self, tenant: str, limit: int, kinds: Sequence[Kind]) -> Sessions:
+        found = [s for kind in kinds for s in await self._list_kind(tenant, limit, kind)]
+        found.sort(key=lambda s: (s.updated_at, s.id), reverse=True)
+        return found[:limit]
+
+    async def _list_kind(self, tenant: str, limit: int, kind: Kind) -> Sessions:
+        key, found, at = _index_key(tenant, kind), Sessions(), 0
         while len(found) < limit:
             ids = await self._client.zrevrange(key, at, at + limit - 1)
             if not ids:
@@ -267,8 +282,7 @@ class RedisStore:
             if gone:
                 await self._client.zrem(key, *gone)
             at += len(ids) - len(gone)
-        found.sort(key=lambda s: (s.updated_at, s.id), reverse=True)
-        return found[:limit]
+        return found
 
     async def _session(self, tenant: str, session_id: str, script: Any, *args: str) -> Session | None:
         reply = await self._call(script, tenant, session_id, *args)
@@ -284,7 +298,7 @@ class RedisStore:
                 message = await self._judge(tenant, session_id, value, message)
             numbered.append((int(seq), message))
         session.messages = [m for _, m in sorted(numbered, key=lambda pair: pair[0])]
-        await self._client.pexpire(_index_key(tenant), self._ttl_ms)
+        await self._client.pexpire(_index_key(tenant, kind_of(session_id)), self._ttl_ms)
         return session
 
     async def _judge(self, tenant: str, session_id: str, value: str, message: Message) -> Message:
@@ -333,13 +347,12 @@ class RedisStore:
         return await script(keys=[_meta_key(session_id), _messages_key(session_id)], args=[tenant, self._ttl_ms, *args])
 
     async def _index(self, tenant: str, session_id: str, updated_at: float) -> None:
-        key = _index_key(tenant)
+        key = _index_key(tenant, kind_of(session_id))
         await self._client.zadd(key, {session_id: updated_at})
         await self._client.pexpire(key, self._ttl_ms)
 
-    async def _prune(self, tenant: str) -> None:
+    async def _prune(self, key: str) -> None:
         """Drops a few names of expired sessions, so that the index of a busy tenant follows the living ones."""
-        key = _index_key(tenant)
         some = await self._client.zrandmember(key, 8) or []
         async with self._client.pipeline(transaction=False) as pipe:
             for session_id in some:
@@ -378,8 +391,9 @@ def _messages_key(session_id: str) -> str:
     return f"chatsvc:{{{session_id}}}:msgs"
 
 
-def _index_key(tenant: str) -> str:
-    return f"chatsvc:{{tenant-{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}}}:sessions"
+def _index_key(tenant: str, kind: Kind) -> str:
+    name = "sessions" if kind == "chat" else "responses"
+    return f"chatsvc:{{tenant-{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}}}:{name}"
 
 
 def _token(message_id: str, owner: str) -> str:

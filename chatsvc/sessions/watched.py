@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from chatsvc.errors import StoreError
-from chatsvc.sessions.base import Message, Session, SessionStore
+from chatsvc.sessions.base import Kind, Message, Session, SessionStore
 from chatsvc.sessions.relay import Note, Relay
 from chatsvc.tasks import end
 
@@ -71,8 +71,8 @@ class WatchedStore:
     async def get(self, tenant: str, session_id: str) -> Session | None:
         return await self._watch(self._store.get, tenant, session_id)
 
-    async def list(self, tenant: str, limit: int = 50) -> Sessions:
-        return await self._watch(self._store.list, tenant, limit)
+    async def list(self, tenant: str, limit: int = 50, kind: Kind | None = None) -> Sessions:
+        return await self._watch(self._store.list, tenant, limit, kind)
 
     async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None:
         return await self._watch(self._store.patch, tenant, session_id, title=title, system=system)
@@ -85,6 +85,9 @@ class WatchedStore:
 
     async def update_message(self, tenant: str, session_id: str, message: Message) -> None:
         await self._watch(self._store.update_message, tenant, session_id, message)
+
+    async def rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
+        await self._watch(self._store.rewrite, tenant, session_id, messages)
 
     async def interrupt_running(self) -> int:
         return await self._watch(self._store.interrupt_running)
