@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class GgufTensor:
 @dataclass(frozen=True, slots=True)
 class GgufHead:
     """Attributes:
-    metadata: every key with its value as plain Python data.
+    metadata: every key with its value as plain Python data (see :func:`read_gguf_head` for what may be left out).
     tensors: name -> place.
     data_offset: bytes from the start of the file to the tensor data.
     """
@@ -50,28 +49,23 @@ class GgufHead:
 
 
 class _Cursor:
-    """Reads one value after the other; any read past the end raises ``struct.error``."""
+    """Reads one value after the other; any read past the end raises ``struct.error``.
 
-    def __init__(self, data: mmap.mmap) -> None:
+    ``longest``: a list of more values is skipped and becomes None.
+    """
+
+    def __init__(self, data: mmap.mmap, longest: int | None) -> None:
         self.data = data
         self.at = 0
+        self._longest = longest
 
     def scalar(self, code: str) -> Any:
         value = struct.unpack_from("<" + code, self.data, self.at)[0]
         self.at += struct.calcsize("<" + code)
         return value
 
-    def raw_string(self) -> bytes:
-        (length,) = _U64.unpack_from(self.data, self.at)
-        start = self.at + 8
-        self.at = start + length
-        if self.at > len(self.data):
-            raise struct.error("string past the end")
-        return self.data[start : self.at]
-
     def string(self) -> str:
-        # llama.cpp's own writers cut some descriptions inside a character; names and tokens are valid.
-        return self.raw_string().decode("utf-8", "replace")
+        return self._strings(1)[0]
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -82,30 +76,63 @@ class _Cursor:
             return self._array()
         raise ValueError(f"value type {kind}")
 
-    def _array(self) -> list[Any]:
+    def _array(self) -> list[Any] | None:
         kind, count = self.scalar("I"), self.scalar("Q")
+        wanted = self._longest is None or count <= self._longest
         if kind in _SCALARS:
             code = f"<{count}{_SCALARS[kind]}"
             if self.at + struct.calcsize(code) > len(self.data):
                 raise struct.error("array past the end")
-            values = list(struct.unpack_from(code, self.data, self.at))
+            values = list(struct.unpack_from(code, self.data, self.at)) if wanted else None
             self.at += struct.calcsize(code)
             return values
-        read: Callable[[], Any] = self.string if kind == _STRING else lambda: self.value(kind)
-        return [read() for _ in range(count)]
+        if kind == _STRING:
+            if wanted:
+                return self._strings(count)
+            self._skip_strings(count)
+            return None
+        nested = [self.value(kind) for _ in range(count)]
+        return nested if wanted else None
+
+    # A vocabulary and its merges are a hundred thousand strings: these two loops are most of a head's time.
+
+    def _strings(self, count: int) -> list[str]:
+        data, at, size, length_at = self.data, self.at, len(self.data), _U64.unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > size:
+                raise struct.error("string past the end")
+            # llama.cpp's own writers cut some descriptions inside a character; names and tokens are valid.
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self.at = at
+        return found
+
+    def _skip_strings(self, count: int) -> None:
+        data, at, length_at = self.data, self.at, _U64.unpack_from
+        for _ in range(count):
+            at += 8 + length_at(data, at)[0]
+        if at > len(data):
+            raise struct.error("string past the end")
+        self.at = at
 
 
 _U64 = struct.Struct("<Q")
 
 
-def read_gguf_head(path: Path) -> GgufHead:
+def read_gguf_head(path: Path, *, longest_list: int | None = None) -> GgufHead:
     """Read metadata and the table of tensors; the tensor data is not touched.
+
+    Args:
+        longest_list: lists of more values (a vocabulary, in effect) are None in the metadata, which is several times
+            faster. None: everything is read.
 
     Raises: ModelError when the file is missing, cut off or not a GGUF file that can be read.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(_Cursor(data))
+            return _read(_Cursor(data, longest_list))
     except (OSError, ValueError, struct.error, OverflowError, MemoryError) as error:
         raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
 

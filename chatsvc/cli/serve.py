@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -29,6 +30,7 @@ from chatsvc.cli.options import GroupedCommand, given, options_of
 from chatsvc.cli.remarks import remarks
 from chatsvc.config import ServeConfig
 from chatsvc.engine import remote
+from chatsvc.engine.garbage import Collector, settle
 from chatsvc.engine.protocol import Built, ServedEngine
 from chatsvc.errors import ChatsvcError, ConfigError, EngineDead, StoreError
 from chatsvc.sessions.base import SessionStore
@@ -37,6 +39,7 @@ from chatsvc.sessions.watched import WatchedStore
 
 log = logging.getLogger("chatsvc")
 
+LOOK_FOR_DEATH = 0.2  # seconds between looks
 CLOSE_AT_ONCE = 2.0  # seconds for each part
 STORE_AT_LEAST = 3.0  # seconds, for the last texts when nothing of the drain time is left
 ENGINE_THREADS = ("chatsvc-engine", "chatsvc-sim")
@@ -49,10 +52,11 @@ def command(**values: Any) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for noisy in ("httpx", "huggingface_hub", "sse_starlette", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    gc.disable()  # until it is ready: see settle
     config = ServeConfig.of(**given(values))
     for remark in remarks(config, os.environ):
         log.warning("%s", remark)
-    server = Server(config)
+    server = Server(config, click.get_current_context().find_object(float))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         status = runner.run(server.run())
         if server.at_once.is_set() or engine_hangs():
@@ -102,15 +106,20 @@ class _NoSignals:
 
 
 class Server:
-    """Attributes:
-    at_once: set when the process has to end without waiting: by a second signal, or by one while it loads. What can
-        hang (a step, the compiler) is not waited for then; the process ends with :func:`leave`.
+    """The server's life.
+
+    Args:
+        began: when the program did, by ``time.perf_counter``.
+
+    Attributes:
+        at_once: set when the process has to end without waiting: by a second signal, or by one while it loads. What
+            can hang (a step, the compiler) is not waited for then; the process ends with :func:`leave`.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, began: float | None = None) -> None:
         self.config = config
         self.at_once = asyncio.Event()
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() if began is None else began
         self._tracing: Tracing = NoTracing()
         self._signals = 0
         self._status = 0
@@ -151,6 +160,7 @@ class Server:
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._on_signal, sig, uv, built, services, turns)
         url = f"http://{config.host}:{sock.getsockname()[1]}/"
+        self._tasks.append(asyncio.create_task(self._end_with(built.engine, uv, services, turns)))
         try:
             await self._open(store)
             self._loading = asyncio.create_task(self._load(uv, built, url))
@@ -216,6 +226,8 @@ class Server:
             self._status = 1
             uv.should_exit = True
             return
+        settle()
+        self._tasks.append(asyncio.create_task(Collector(lambda: built.engine.num_requests > 0).run()))
         capacity = built.engine.capacity
         log.info(
             "ready in %.1f s: %s, %d KV blocks, up to %d tokens a sequence",
@@ -225,6 +237,19 @@ class Server:
             capacity.max_model_len,
         )
         print(f"\n  Chat page:  {url}\n  OpenAI API: {url}v1\n", flush=True)
+
+    async def _end_with(self, engine: ServedEngine, uv: uvicorn.Server, services: Services, turns: Turns) -> None:
+        """An engine that died does not come back, and whoever watches over servers (systemd, Docker) starts those again
+        that ended, not those that stay and complain. Its streams have been told; their texts are stored on the way."""
+        while engine.dead is None:  # noqa: ASYNC110  what dies may be in another process
+            await asyncio.sleep(LOOK_FOR_DEATH)
+        if self._signals:
+            return
+        log.error("ending with exit status 1, to be started again: %s", engine.dead)
+        self._status = 1
+        services.uploads.close()
+        turns.let_go()
+        uv.should_exit = True
 
     def _on_signal_early(self, sig: signal.Signals) -> None:
         self._signals += 1

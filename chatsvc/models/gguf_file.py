@@ -16,6 +16,9 @@ from chatsvc.models.dequant import SUPPORTED, dequantize
 from chatsvc.models.rawfile import map_rows, read_rows
 from kernels.cpu.library import Rows
 
+# No list of a model's own settings is longer; the tokenizer's are, and are read by it alone.
+_LONGEST_LIST = 4096
+
 # What the CPU kernels read as it lies.
 _PLAIN = {
     GGMLQuantizationType.F32: "f32",
@@ -83,7 +86,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """The head of a file: its metadata, and where the tensors lie."""
+    """The head of a file: its metadata (None for the tokenizer's long lists), and where the tensors lie."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -95,7 +98,7 @@ def read_header(path: Path) -> GGUFFile:
     Raises:
         ModelError: not a GGUF file, or damaged or cut, or a tensor's type is not supported.
     """
-    head = read_gguf_head(path)
+    head = read_gguf_head(path, longest_list=_LONGEST_LIST)
     size = path.stat().st_size
     tensors = {
         name: _tensor(path, name, info.shape[::-1], info.ggml_type, head.data_offset + info.offset, size)

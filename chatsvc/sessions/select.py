@@ -7,7 +7,6 @@ from pathlib import Path
 from chatsvc.errors import ConfigError
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.memory import MemoryStore
-from chatsvc.sessions.redis import RedisStore
 from chatsvc.sessions.sqlite import SqliteStore
 
 _FORMS = (
@@ -42,5 +41,7 @@ def open_store(url: str, ttl: float) -> SessionStore:
             )
         return SqliteStore(Path(path).expanduser(), ttl)
     if scheme in ("redis", "rediss", "unix"):
+        from chatsvc.sessions.redis import RedisStore  # noqa: PLC0415  its client is a twentieth of a start
+
         return RedisStore(url, ttl)
     raise ConfigError(f"--session-store does not know {scheme}://; it takes {_FORMS}.")

@@ -20,6 +20,6 @@ BYTE_TO_CHAR = "".join(sorted(CHAR_TO_BYTE, key=CHAR_TO_BYTE.__getitem__))
 def to_bytes(token: str) -> bytes | None:
     """The bytes a vocabulary entry stands for; None when it is not written in the alphabet."""
     try:
-        return bytes([CHAR_TO_BYTE[char] for char in token])
+        return bytes(map(CHAR_TO_BYTE.__getitem__, token))
     except KeyError:
         return None

@@ -74,12 +74,9 @@ def _byte_level(
         known = ", ".join(sorted([*_PATTERNS, *_ALIASES]))
         raise ModelError(f"{path.name}: tokenizer.ggml.pre is {pre!r}, which is not implemented (known: {known})")
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == _NORMAL}
-    merges: list[tuple[str, str]] = []
-    for merge in meta.get("tokenizer.ggml.merges") or []:
-        left, _, right = merge.partition(" ")
-        # A merge towards a control token would let plain text become one.
-        if left in vocab and right in vocab and left + right in vocab:
-            merges.append((left, right))
+    pairs = [merge.partition(" ") for merge in meta.get("tokenizer.ggml.merges") or []]
+    # A merge towards a control token would let plain text become one.
+    merges = [(left, right) for left, _, right in pairs if left in vocab and right in vocab and left + right in vocab]
     bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _NFC:
         bpe.normalizer = normalizers.NFC()

@@ -263,7 +263,7 @@ def _strftime_now(pattern: str) -> str:
 def _gguf_sources(path: Path) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     sources = {}
-    for key, value in read_gguf_head(path).metadata.items():
+    for key, value in read_gguf_head(path, longest_list=0).metadata.items():
         if key.startswith(prefix) and isinstance(value, str) and key[len(prefix) : len(prefix) + 1] in ("", "."):
             sources[key[len(prefix) + 1 :] or "default"] = value
     return sources

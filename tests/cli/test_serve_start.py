@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,16 @@ def test_a_variable_that_nobody_reads_is_named_with_the_closest() -> None:
 def test_an_open_door_is_one_line(host: str, local: bool) -> None:
     assert is_loopback(host) is local
     assert len(said(host=host)) == (0 if local else 1)
+
+
+def test_a_start_loads_nothing_that_it_may_not_need() -> None:
+    """torch runs where the engine does, which may be elsewhere; a store's client comes with its store."""
+    code = (
+        "import gc, sys; from chatsvc.cli.main import cli; cli.get_command(None, 'serve'); assert gc.isenabled(); "
+        "print([m for m in ('torch', 'redis', 'triton', 'transformers', 'opentelemetry') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_help_shows_times_as_one_writes_them() -> None:

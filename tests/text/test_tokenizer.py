@@ -224,6 +224,22 @@ def test_head_of_a_gguf_file_equals_ggufs_own_reader(default_files: ModelFiles, 
         assert head.data_offset + mine.offset == tensor.data_offset
 
 
+def test_a_head_without_its_long_lists_is_the_same_head(tmp_path: Path) -> None:
+    path = byte_level_gguf(tmp_path / "m.gguf", "gpt-2", CHATML, eos_token_id=7)
+    whole, data = read_gguf_head(path), path.read_bytes()
+    tokens, merges = (len(whole.metadata[f"tokenizer.ggml.{name}"]) for name in ("tokens", "merges"))
+    assert 0 < merges < tokens
+    for longest, lost in ((0, 3), (merges, 2), (tokens - 1, 2), (tokens, 0)):
+        part = read_gguf_head(path, longest_list=longest)
+        assert (part.tensors, part.data_offset) == (whole.tensors, whole.data_offset)
+        short = {k: None if isinstance(v, list) and len(v) > longest else v for k, v in whole.metadata.items()}
+        assert part.metadata == short and list(short.values()).count(None) == lost
+    for longest in (0, tokens):
+        path.write_bytes(data[: data.index(b"tokenizer.ggml.merges") + 60])
+        with pytest.raises(ModelError, match="readable"):
+            read_gguf_head(path, longest_list=longest)
+
+
 # -- sentencepiece GGUF -----------------------------------------------------------------------------------------------
 
 
