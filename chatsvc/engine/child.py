@@ -47,7 +47,11 @@ MANY = 128  # news that are told before the step is published to its end: the ot
 
 
 class Child:
-    """One connection's. :meth:`run` ends when the other side has ended."""
+    """One connection's. :meth:`run` ends when the other side has ended, or the engine has died and all is told.
+
+    Attributes:
+        status: the exit status of the process.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._reader, self._writer = connection
@@ -57,6 +61,7 @@ class Child:
         self._refused: list[News] = []
         self._replies: list[tuple[int, Any, ChatsvcError | None]] = []
         self._wake = asyncio.Event()
+        self.status = 0
         self._views: dict[int, tuple[AsyncGenerator[dict[str, Any], None], asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -145,6 +150,11 @@ class Child:
             self._writer.write(frame(self._batch()))
             try:
                 await self._writer.drain()
+                if self._engine is not None and self._engine.dead is not None:  # all has been told
+                    self._writer.transport.set_write_buffer_limits(0)
+                    await self._writer.drain()
+                    self.status = 1
+                    return
             except ConnectionError:  # the other side has ended
                 return
 
@@ -221,9 +231,10 @@ def die_with(parent: int) -> None:
 
 
 async def main(sock: socket.socket) -> None:
-    await Child(await connect(sock)).run()
+    child = Child(await connect(sock))
+    await child.run()
     logging.shutdown()
-    os._exit(0)  # here, for a thread that hangs in a step would be waited for
+    os._exit(child.status)  # here, for a thread that hangs in a step would be waited for
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ many readers are served beside nothing else here.
 
 What the two know of each other: the end of the socket (death, however it came) and the time since the last message
 (a stopped process, an endless loop). A dead engine is not started again: everything that ran has ended with an error,
-``/health`` is red and stays it, and whoever watches over the server restarts it.
+and the server ends, too, so that whoever watches over it starts it again.
 """
 
 from __future__ import annotations

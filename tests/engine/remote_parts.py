@@ -35,6 +35,20 @@ def deaf(step_seconds: float = 0.0) -> AsyncEngine:
     return built
 
 
+def dies(tokens: int = 5) -> AsyncEngine:
+    """Its loop breaks, not a step of it, once an answer has that many tokens."""
+    built = engine(0.01)
+    publish = built._publish_news
+
+    def broken() -> None:
+        publish()
+        if any(r.generation.num_output_tokens >= tokens for r in built._running.values()):
+            raise ZeroDivisionError("the loop itself")
+
+    built._publish_news = broken  # type: ignore[method-assign]
+    return built
+
+
 def refuses() -> AsyncEngine:
     raise ConfigError("lower --num-kv-blocks")
 

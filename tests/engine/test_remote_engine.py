@@ -303,6 +303,20 @@ async def test_SH_02_a_killed_engine_ends_every_request_at_once_and_health_is_re
         assert await engine.drained(60)
 
 
+async def test_SH_02_an_engine_whose_loop_broke_tells_all_and_takes_its_process_along() -> None:
+    engine = await RemoteEngine.launch("remote_parts:dies")
+    await engine.start()
+    streams = [ask(engine, str(i), max_tokens=500) for i in range(4)]
+    await asyncio.wait_for(asyncio.gather(*(text_of(g) for g in streams)), 20)
+    for log in (g.logs[0] for g in streams):
+        assert (log.finish_reason, log.error_status) == ("error", 503) and "the loop itself" in (log.error or "")
+        assert log.text == bytes(log.token_ids).decode() != ""
+    await until(lambda: engine.dead is not None)
+    assert "exit status 1" in str(engine.dead)
+    await engine.stop()
+    assert not running(engine.pid)
+
+
 async def test_SH_02_a_stopped_engine_turns_health_red_and_its_requests_get_an_error() -> None:
     async with remote(0.02, stuck_after=0.6, give_up_after=1.5) as engine:
         stream = ask(engine, "a", max_tokens=700)
