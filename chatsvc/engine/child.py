@@ -15,12 +15,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 from prometheus_client.core import Metric
 
 from chatsvc.engine.async_engine import AsyncEngine
+from chatsvc.engine.garbage import Collector, settle
 from chatsvc.engine.wire import (
     TICK,
     Ask,
@@ -97,13 +98,16 @@ class Child:
 
     def _take(self, message: Ask | Drop | Call) -> None:
         if isinstance(message, Call):
-            task = asyncio.create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._answer(message))
         elif isinstance(message, Ask):
             self._generate(message)
         elif (known := self._tellers.get(message.key)) is not None:
             known.generation.cancel(message.error, message.status)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _generate(self, ask: Ask) -> None:
         try:
@@ -194,6 +198,8 @@ class Child:
 
     async def _start(self) -> Any:
         await self.engine.start()
+        settle()
+        self._keep(Collector(lambda: self.engine.num_requests > 0).run())
         return self.engine.capacity
 
     async def _stop(self) -> None:
