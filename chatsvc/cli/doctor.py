@@ -187,6 +187,7 @@ def _store(config: ServeConfig) -> list[Finding]:
 
     async def ask() -> None:
         try:
+            await store.open()  # raises what serve would not start with
             await store.ping()
         finally:
             await store.close()

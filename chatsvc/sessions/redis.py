@@ -31,9 +31,7 @@ from typing import Any, cast
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff  # type: ignore[attr-defined]
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chatsvc.errors import ConfigError, Conflict, NotFound, StoreError
 from chatsvc.sessions import redis_scripts as scripts
@@ -50,6 +48,7 @@ from chatsvc.sessions.codec import (
     session_full,
 )
 from chatsvc.sessions.guard import Guard
+from chatsvc.sessions.redis_connect import AWAY, pool_of, why_never
 from chatsvc.sessions.redis_relay import BLOCK, LOG_LENGTH, RedisRelay
 from chatsvc.tasks import end
 
@@ -57,7 +56,6 @@ Sessions = list[Session]
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
-CONNECT_TIMEOUT = 1.0
 COMMAND_TIMEOUT = 2.0
 RETRIES = 2
 DEADLINE = 3.0
@@ -69,8 +67,9 @@ _RUNNING = "chatsvc:{running}"
 
 class RedisStore:
     """Args:
-    url: as redis-py reads it. Raises ConfigError when it cannot; an unreachable server is no error here nor in
-        ``open()``: the service starts, session calls raise StoreError, and all heals when the server comes.
+    url: see :mod:`chatsvc.sessions.redis_connect`. An unreachable server is no error here nor in ``open()``: the
+        service starts, session calls raise StoreError, and all heals when the server comes. One that does not want us,
+        or that we must not believe, is: ``open()`` raises ConfigError.
     ttl: seconds of life after the last read or write.
     clock: Unix time in seconds.
     lease: seconds after which a process that has not been heard of counts as dead.
@@ -86,32 +85,26 @@ class RedisStore:
         lease: float = LEASE,
         log_length: int = LOG_LENGTH,
     ) -> None:
-        common: dict[str, Any] = {
-            "socket_connect_timeout": CONNECT_TIMEOUT,
-            "decode_responses": True,
-            "protocol": 2,
-            "client_name": "chatsvc",
-        }
-        try:
-            self._pool: Any = aioredis.BlockingConnectionPool.from_url(
-                url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=COMMAND_TIMEOUT,
-                socket_timeout=COMMAND_TIMEOUT,
-                retry=Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.05), RETRIES),
-                health_check_interval=15,
-                **common,
-            )
-            blocking_pool: Any = aioredis.ConnectionPool.from_url(
-                url, max_connections=1, socket_timeout=BLOCK + COMMAND_TIMEOUT, retry=Retry(NoBackoff(), 0), **common
-            )
-        except (ValueError, TypeError, RedisError):
-            raise ConfigError("--session-store holds a Redis URL that cannot be read.") from None
+        self._pool: Any = pool_of(
+            aioredis.BlockingConnectionPool,
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=COMMAND_TIMEOUT,
+            socket_timeout=COMMAND_TIMEOUT,
+            retry=Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.05), RETRIES),
+            health_check_interval=15,
+        )
+        blocking_pool = pool_of(
+            aioredis.ConnectionPool,
+            url,
+            max_connections=1,
+            socket_timeout=BLOCK + COMMAND_TIMEOUT,
+            retry=Retry(NoBackoff(), 0),
+        )
         self._client: Any = aioredis.Redis.from_pool(self._pool)  # type: ignore[attr-defined]
         self._ttl_ms = max(1, int(ttl * 1000))
         self._clock = clock
-        away = (RedisConnectionError, RedisTimeoutError, OSError, asyncio.TimeoutError)
-        self._guard = Guard("Redis", DEADLINE, (RedisError, *away), away)
+        self._guard = Guard("Redis", DEADLINE, (RedisError, *AWAY), AWAY)
         self._instance = secrets.token_hex(8)
         self._lease = lease
         blocking: Any = aioredis.Redis.from_pool(blocking_pool)  # type: ignore[attr-defined]
@@ -134,6 +127,8 @@ class RedisStore:
         try:
             await self._guard.run(self._beat())
         except StoreError as error:
+            if why := why_never(error, self._pool.connection_kwargs):
+                raise ConfigError(f"--session-store: {why}") from None
             log.warning("Redis is not there yet; session calls answer 503 until it is (%s)", error)
         self._relay.open()
         self._heart = asyncio.create_task(self._heartbeat())

