@@ -198,7 +198,7 @@ class Child:
 
     async def _start(self) -> Any:
         await self.engine.start()
-        settle()
+        self._loaded()
         self._keep(Collector(lambda: self.engine.num_requests > 0).run())
         return self.engine.capacity
 
