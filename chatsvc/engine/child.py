@@ -50,12 +50,16 @@ MANY = 128  # news that are told before the step is published to its end: the ot
 class Child:
     """One connection's. :meth:`run` ends when the other side has ended, or the engine has died and all is told.
 
+    Args:
+        loaded: called when the engine is.
+
     Attributes:
         status: the exit status of the process.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, loaded: Callable[[], None] = lambda: None) -> None:
         self._reader, self._writer = connection
+        self._loaded = loaded
         self._engine: AsyncEngine | None = None
         self._tellers: dict[int, Teller] = {}
         self._dirty: dict[int, Teller] = {}
@@ -237,7 +241,7 @@ def die_with(parent: int) -> None:
 
 
 async def main(sock: socket.socket) -> None:
-    child = Child(await connect(sock))
+    child = Child(await connect(sock), loaded=settle)
     await child.run()
     logging.shutdown()
     os._exit(child.status)  # here, for a thread that hangs in a step would be waited for
