@@ -46,13 +46,15 @@ class BlockTable:
     content_ids: list[int] = field(default_factory=list)
     swapped: Swapped | None = None
 
-    _ids: list[int] = field(default_factory=list, repr=False)
+    _ids: array[int] = field(default_factory=lambda: array("q"), repr=False)
 
-    def first_ids(self, count: int) -> tuple[int, ...]:
-        """Ids of the first ``count`` blocks. Asked for at every step: only what was appended since is looked at."""
+    def first_ids(self, count: int) -> array[int]:
+        """Ids of the first ``count`` blocks, a copy. Asked for at every step: only what was appended since is looked
+        at, and the rest is a copy of bytes."""
         ids = self._ids
-        ids.extend(map(_id_of, self.blocks[len(ids) :]))
-        return tuple(ids[:count])
+        if len(ids) < len(self.blocks):
+            ids.extend(map(_id_of, self.blocks[len(ids) :]))
+        return ids[:count]
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -60,7 +62,7 @@ class BlockTable:
 
     def changed(self) -> None:
         """Blocks were replaced or taken away, not just appended."""
-        self._ids.clear()
+        del self._ids[:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +374,7 @@ class BlockManager:
         counts: dict[int, int] = {}
         for table in tables:
             ids = table.ids
-            assert table.first_ids(len(ids)) == ids
+            assert tuple(table.first_ids(len(ids))) == ids
             assert len(set(ids)) == len(ids), f"a table names a block twice: {ids}"
             assert len(table.content_ids) <= len(table.blocks)
             for i in ids:

@@ -24,7 +24,7 @@ def layout_of(rows: tuple[ScheduledRow, ...], block_size: int) -> StepLayout:
     return StepLayout(
         query_lens=[len(r.token_ids) for r in rows],
         seq_lens=[r.start + len(r.token_ids) for r in rows],
-        block_tables=[list(r.block_table) for r in rows],
+        block_tables=[r.block_table for r in rows],
         slot_mapping=slots,
     )
 

@@ -6,6 +6,7 @@ times as much to make, and a step makes hundreds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from chatsvc.scheduler.params import SamplingParams
@@ -44,7 +45,7 @@ class ScheduledRow:
         seq_id: the sequence.
         token_ids: input tokens of this step; the last may be ``UNKNOWN`` when the step before is still in flight.
         start: position of the first of them = tokens already computed.
-        block_table: block ids that cover positions ``0 .. start + len(token_ids) - 1``.
+        block_table: block ids (int64) that cover positions ``0 .. start + len(token_ids) - 1``.
         write_from: positions below it are already in the cache: their slot is -1 and nothing is written.
         sampling: None while the prompt is unfinished.
         forks: (seq_id, sampling) of the other choices, drawn from the same logits when the prompt is done.
@@ -53,7 +54,7 @@ class ScheduledRow:
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
-    block_table: tuple[int, ...]
+    block_table: Sequence[int]
     write_from: int
     sampling: SamplingRow | None
     forks: tuple[tuple[int, SamplingRow], ...] = ()

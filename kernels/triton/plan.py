@@ -1,5 +1,7 @@
 """Who attends to what in one step, decided on the host from lengths and block tables alone: no torch, no triton.
 
+All rows at once in numpy: a loop over them would take several times as long, and the device waits for it.
+
 The attention kernel runs *pieces*: some rows (tokens) against a stretch of keys that all of them read through one block
 table. Prefill, decode, split-KV and shared prefixes are nothing but different pieces::
 
@@ -23,6 +25,9 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
 
 # Keys are cut at multiples of it, counted from position 0, whatever the block size: where a piece may end does not
 # depend on who else is in the step.
@@ -35,6 +40,8 @@ MIN_SPLIT = 4
 SHARE_COST = 8
 
 PIECE, ROW, MERGE = 6, 3, 3  # numbers in one of each
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ def shared_runs(
     """Find the prefixes that are worth reading once, from the block ids alone.
 
     Args:
-        tables: [S] block ids.
+        tables: [S] block ids; all of one kind (arrays, lists, tuples).
         keys: [S] tokens that each sequence reads.
         group: query heads of a KV head.
 
@@ -87,12 +94,13 @@ def shared_runs(
         An order of the sequences in which those of a run stand side by side, and the runs, a run before the runs
         inside it. A run ends on a multiple of :data:`SEGMENT`.
     """
-    order = sorted(range(len(tables)), key=lambda i: list(tables[i]))
+    order = sorted(range(len(tables)), key=tables.__getitem__)  # type: ignore[arg-type]
     common = [0] * len(order)  # keys, in whole segments, that a sequence has in common with the one before it
+    blocks = 0
     for at in range(1, len(order)):
         a, b = order[at - 1], order[at]
         least = min(keys[a], keys[b])
-        blocks = _common(tables[a], tables[b], -(-least // block_size))
+        blocks = _common(tables[a], tables[b], -(-least // block_size), blocks)
         common[at] = min(least, blocks * block_size) // SEGMENT * SEGMENT
     runs: list[Run] = []
     todo = [(0, len(order), 0)]
@@ -129,75 +137,111 @@ def plan_attention(
 
     Args:
         query_lens, seq_lens: [S] tokens of each sequence in q, and in the cache; the last query stands at seq_len - 1.
-        tables: [S] block ids that cover ``seq_len`` tokens.
+        tables: [S] block ids that cover ``seq_len`` tokens, all of one kind; int64 arrays are the fastest.
         group: query heads of a KV head.
         programs: how many programs keep the device busy: with fewer pieces than that, keys are split.
         wide: rows of a tile when tokens can share one; a tile has 16 otherwise, the least that ``tl.dot`` takes.
         cascade: read shared prefixes once.
     """
-    table_at = list(itertools.accumulate((len(t) for t in tables), initial=0))
-    token_at = list(itertools.accumulate(query_lens, initial=0))
-    singles = [i for i, q in enumerate(query_lens) if q == 1]
+    queries, lens = np.array(query_lens, np.int64), np.array(seq_lens, np.int64)
+    table_at = np.array([0, *itertools.accumulate(map(len, tables))][:-1], np.int64)
+    token_at = np.cumsum(queries) - queries
+    singles, several = np.flatnonzero(queries == 1), np.flatnonzero(queries != 1)
     runs: list[Run] = []
     if cascade and len(singles) > 1:
-        order, found = shared_runs([tables[i] for i in singles], [seq_lens[i] for i in singles], block_size, group)
-        runs = [Run(tuple(singles[m] for m in run.members), run.first, run.end) for run in found]
-        singles = [singles[i] for i in order]
-    tile_rows = max(wide if runs or len(singles) < len(query_lens) else 16, 1 << (group - 1).bit_length())
+        own = singles.tolist()
+        order, runs = shared_runs([tables[i] for i in own], lens[singles].tolist(), block_size, group)
+        singles = singles[order]
+    tile_rows = max(wide if runs or len(several) else 16, 1 << (group - 1).bit_length())
     tile = tile_rows // group
 
-    rows: list[tuple[int, int]] = []  # token, position
-    spans: list[tuple[int, int, int, int, int]] = []  # first row, rows, table, first key, end key
-    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        if query_len == 1:
-            continue
-        before, base = seq_len - query_len, len(rows)
-        rows += [(token_at[i] + t, before + t) for t in range(query_len)]
-        for first in range(0, query_len, tile):
-            count = min(tile, query_len - first)
-            spans.append((base + first, count, table_at[i], 0, before + first + count))
-    row_of = {i: len(rows) + at for at, i in enumerate(singles)}
-    rows += [(token_at[i], seq_lens[i] - 1) for i in singles]
-    covered = dict.fromkeys(singles, 0)
-    for run in runs:
-        first_row = row_of[run.members[0]]
-        for at in range(0, len(run.members), tile):
-            count = min(tile, len(run.members) - at)
-            spans.append((first_row + at, count, table_at[run.members[0]], run.first, run.end))
-        covered.update(dict.fromkeys(run.members, run.end))
+    tokens = [_count_up(token_at[several], queries[several]), token_at[singles]]
+    positions = [_count_up(lens[several] - queries[several], queries[several]), lens[singles] - 1]
+    base = len(tokens[0])  # of the rows of singles
+    spans: list[tuple[Ints, ...]] = []  # first row, rows, offset of the table, first key, end key
+    # Prefill: tiles of adjacent tokens, each against all keys up to its last token.
+    tiles = -(-queries[several] // tile)
+    first = _count_up(np.zeros_like(tiles), tiles) * tile
+    count = np.minimum(tile, np.repeat(queries[several], tiles) - first)
+    row = np.repeat(np.cumsum(queries[several]) - queries[several], tiles) + first
+    end = np.repeat(lens[several] - queries[several], tiles) + first + count
+    spans.append((row, count, np.repeat(table_at[several], tiles), np.zeros_like(first), end))
+    covered = np.zeros(len(singles), np.int64)
+    if runs:
+        place = {m: at for at, m in enumerate(order)}
+        for run in runs:
+            begin, members = place[run.members[0]], len(run.members)
+            at = np.arange(0, members, tile)
+            table, first, end = (np.full(len(at), x) for x in (table_at[singles[begin]], run.first, run.end))
+            spans.append((base + begin + at, np.minimum(tile, members - at), table, first, end))
+            covered[begin : begin + members] = run.end
     # A suffix is never empty when a run ends before the last key; when it ends on it, nothing is left.
-    spans += [(row_of[i], 1, table_at[i], covered[i], seq_lens[i]) for i in singles if covered[i] < seq_lens[i]]
+    left = np.flatnonzero(covered < lens[singles])
+    spans.append((base + left, np.ones_like(left), table_at[singles[left]], covered[left], lens[singles[left]]))
 
-    work = sum(_segments(first, end) for _, _, _, first, end in spans)
-    step = max(MIN_SPLIT, -(-work * kv_heads // programs))
-    parts = [0] * len(rows)
-    pieces: list[tuple[int, int, int, int, int, int]] = []
-    for row, count, table, first, end in spans:
-        cuts = _cut(first, end, max(1, _segments(first, end) // step))
-        pieces += [(row, count, table, a, b, parts[row] + j) for j, (a, b) in enumerate(cuts)]
-        for r in range(row, row + count):
-            parts[r] += len(cuts)
-    pieces.sort(key=lambda piece: piece[3] - piece[4])
+    row, count, table, first, end = (np.concatenate(column) for column in zip(*spans, strict=True))
+    segments = -((first - end) // SEGMENT)
+    step = max(MIN_SPLIT, -(-int(segments.sum()) * kv_heads // programs))
+    cuts = np.maximum(1, segments // step)
+    part, parts = _parts(row, count, cuts, len(left), base + len(singles))
+    # Pieces of about equal length that end on multiples of SEGMENT (``first`` is one).
+    span = np.repeat(np.arange(len(cuts)), cuts)
+    nth = _count_up(np.zeros_like(cuts), cuts)
+    begins = first[span] + segments[span] * nth // cuts[span] * SEGMENT
+    ends = np.append(begins[1:], end[-1:])
+    ends[np.cumsum(cuts) - 1] = end
+    pieces = np.stack((row[span], count[span], table[span], begins, ends, part[span] + nth), axis=1)
+    pieces = pieces[np.argsort(begins - ends, kind="stable")]
 
-    flat_rows, merges, partials = array("i"), array("i"), 0
-    for (token, position), count in zip(rows, parts, strict=True):
-        flat_rows.extend((token, position, partials if count > 1 else -1))
-        if count > 1:
-            merges.extend((token, partials, count))
-            partials += count
-    flat_tables = array("i")
-    for table_ids in tables:
-        flat_tables.extend(table_ids)
-    return AttentionPlan(
-        array("i", itertools.chain.from_iterable(pieces)), flat_rows, merges, flat_tables, partials, tile_rows
-    )
+    split = parts > 1
+    partial = np.cumsum(parts * split) - parts * split
+    token, position = np.concatenate(tokens), np.concatenate(positions)
+    rows = np.stack((token, position, np.where(split, partial, -1)), axis=1)
+    merges = np.stack((token[split], partial[split], parts[split]), axis=1)
+    flat_tables = array("q")
+    for ids in tables:
+        flat_tables.extend(ids)  # of another array it is a copy of its bytes
+    table_ids = np.frombuffer(flat_tables, np.int64) if flat_tables else np.empty(0, np.int64)
+    partials = int(parts[split].sum())
+    return AttentionPlan(_flat(pieces), _flat(rows), _flat(merges), _flat(table_ids), partials, tile_rows)
 
 
-def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many of the first ``limit`` ids are equal, by bisection: comparing slices is cheap."""
+def _parts(row: Ints, count: Ints, cuts: Ints, suffixes: int, num_rows: int) -> tuple[Ints, Ints]:
+    """Of each span the number of pieces that its rows have before it (the same for all of them), and of each row the
+    number in all. The last ``suffixes`` spans are a row each."""
+    before, parts = np.zeros_like(cuts), np.zeros(num_rows, np.int64)
+    others = len(cuts) - suffixes
+    for at in range(others):
+        before[at] = parts[row[at]]
+        parts[row[at] : row[at] + count[at]] += cuts[at]
+    before[others:] = parts[row[others:]]
+    parts[row[others:]] += cuts[others:]
+    return before, parts
+
+
+def _count_up(starts: Ints, counts: Ints) -> Ints:
+    """start, start + 1 ... for each pair of start and count, one after the other."""
+    numbers: Ints = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return numbers + np.arange(len(numbers))
+
+
+def _flat(numbers: Ints) -> array[int]:
+    flat = array("i")
+    flat.frombytes(numbers.astype(np.int32).tobytes())
+    return flat
+
+
+def _common(a: Sequence[int], b: Sequence[int], limit: int, guess: int) -> int:
+    """How many of the first ``limit`` ids are equal. Comparing slices is cheap: bisection, once ``guess`` (as many as
+    the pair before had) has proved wrong."""
     if a[0] != b[0]:  # most often
         return 0
     low, high = 1, min(limit, len(a), len(b))
+    guess = min(guess, high)
+    if low < guess and a[:guess] == b[:guess]:
+        low = guess
+        if guess == high or a[guess] != b[guess]:
+            return guess
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
@@ -211,14 +255,3 @@ def _deeper(common: list[int], begin: int, stop: int, shared: int, first: int) -
     """Cut a stretch where neighbours have no more than ``shared`` in common; the parts start from ``first`` again."""
     cuts = [begin, *(at for at in range(begin + 1, stop) if common[at] == shared), stop]
     return [(a, b, first) for a, b in itertools.pairwise(cuts) if b - a > 1]
-
-
-def _segments(first: int, end: int) -> int:
-    return -(-(end - first) // SEGMENT)
-
-
-def _cut(first: int, end: int, count: int) -> list[tuple[int, int]]:
-    """``count`` stretches of about equal length that end on multiples of SEGMENT (``first`` is one)."""
-    segments = _segments(first, end)
-    borders = [first + segments * j // count * SEGMENT for j in range(count)]
-    return list(zip(borders, [*borders[1:], end], strict=True))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_plan import plain_plan
 
 from kernels.triton.plan import SEGMENT, AttentionPlan, plan_attention, shared_runs
 
@@ -91,6 +93,21 @@ def test_every_row_meets_its_keys_once(
     check(plan(*step, group=group, programs=programs), *step, group)
 
 
+@given(steps(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 8, 600]), st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_plan_equals_a_plain_one(
+    step: tuple[list[int], list[int], list[list[int]], int], group: int, programs: int, cascade: bool, packed: bool
+) -> None:
+    """Piece for piece and row for row, from lists as from the arrays that the scheduler hands over."""
+    queries, lens, tables, size = step
+    options = {"group": group, "kv_heads": 2, "programs": programs, "wide": 64, "cascade": cascade}
+    p = plan_attention(queries, lens, [array("q", t) for t in tables] if packed else tables, size, **options)
+    pieces, rows, merges, flat, tile_rows = plain_plan(*step, **options)
+    assert sorted(chunks(p.pieces, 6)) == sorted(pieces)
+    assert (chunks(p.rows, 3), chunks(p.merges, 3), list(p.tables)) == (rows, merges, flat)
+    assert (p.tile_rows, p.num_partials) == (tile_rows, sum(count for _, _, count in merges))
+
+
 def tree(size: int, *paths: list[tuple[str, int]]) -> list[list[int]]:
     """Tables of sequences that go through named stretches of blocks."""
     ids: dict[tuple[str, int], int] = {}
@@ -115,6 +132,11 @@ def test_a_prefix_too_short_for_all_is_shared_by_those_that_have_more() -> None:
     tables = tree(16, [("s", 4), ("x", 60), ("1", 1)], [("s", 4), ("y", 9)], [("s", 4), ("x", 60), ("2", 1)])
     _, runs = shared_runs(tables, [16 * len(t) for t in tables], 16, group=8)
     assert [(sorted(r.members), r.first, r.end) for r in runs] == [([0, 2], 0, 1024)]
+
+
+def test_an_empty_step_is_an_empty_plan() -> None:
+    p = plan([], [], [], 16)
+    assert (list(p.pieces), list(p.rows), list(p.merges), list(p.tables), p.num_partials) == ([], [], [], [], 0)
 
 
 def test_nothing_in_common_is_no_run() -> None:

@@ -89,7 +89,7 @@ def test_the_layout_of_a_mixed_step() -> None:
     layout = layout_of(rows, 4)
     assert layout.query_lens == [5, 1, 4, 1]
     assert layout.seq_lens == [5, 7, 8, 8]
-    assert layout.block_tables == [[7, 3], [2, 9], [5, 6], [8, 1]]
+    assert [list(t) for t in layout.block_tables] == [[7, 3], [2, 9], [5, 6], [8, 1]]
     assert layout.slot_mapping == [28, 29, 30, 31, 12, 38, -1, -1, 26, 27, -1]
 
 

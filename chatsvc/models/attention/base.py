@@ -14,7 +14,7 @@ from chatsvc.models.weights import OpenModel
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """One step on the host, as plain lists: S sequences, T tokens in all, tokens of a sequence adjacent.
+    """One step on the host, as plain numbers: S sequences, T tokens in all, tokens of a sequence adjacent.
 
     Attributes:
         query_lens: [S] tokens computed for each sequence in this step (>= 1).
@@ -26,7 +26,7 @@ class StepLayout:
 
     query_lens: list[int]
     seq_lens: list[int]
-    block_tables: list[list[int]]
+    block_tables: Sequence[Sequence[int]]
     slot_mapping: list[int]
 
 

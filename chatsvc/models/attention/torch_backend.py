@@ -96,7 +96,7 @@ class TorchBackend:
         stairs = _stairs(layout, data)
         row = 0
         for query_len, seq_len, table in zip(layout.query_lens, layout.seq_lens, layout.block_tables, strict=True):
-            blocks = table[: -(-seq_len // size)]
+            blocks = list(table[: -(-seq_len // size)])
             if query_len == 1:
                 singles.append((row, seq_len, blocks))
             elif query_len > 1:
