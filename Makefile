@@ -3,12 +3,13 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TEST_WORKERS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SERVE_STAMP := $(VENV)/.serve-installed
 TEST_STAMP := $(VENV)/.test-installed
 CLIENTS_STAMP := $(VENV)/.clients-installed
 
-.PHONY: serve test clients lint bench loadtest compose-check clean help
+.PHONY: serve test pytest clients lint bench loadtest compose-check clean help
 
 help:
 	@echo "make serve | test | clients | lint | bench | loadtest | compose-check"
@@ -38,10 +39,15 @@ serve: $(SERVE_STAMP)
 	  { $(BIN)/chatsvc pull "$$m" >/dev/null && { touch "$$seen" 2>/dev/null || true; }; }
 	@exec $(BIN)/chatsvc serve
 
-test: $(TEST_STAMP) lint
+# The linters run beside the tests. A worker takes whole files, so what a file starts is started once; the longest files
+# come first (tests/conftest.py).
+test: $(TEST_STAMP)
 	@$(BIN)/chatsvc pull >/dev/null
 	@scripts/ensure_redis.sh
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(TEST_STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Other people's clients against a real server: Python's, and Node's where npm can install them.
 $(CLIENTS_STAMP): $(TEST_STAMP)

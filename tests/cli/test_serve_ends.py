@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 MAIN = "from chatsvc.cli.main import main; main()"
 HUNG = """

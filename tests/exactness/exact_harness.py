@@ -32,7 +32,7 @@ LOGPROB = 1e-3
 
 @cache
 def model() -> CausalLM:
-    torch.set_num_threads(2)
+    torch.set_num_threads(min(2, torch.get_num_threads()))
     return load_model(resolve("smollm2-135m"), dtype=torch.float32, device="cpu")
 
 

@@ -17,6 +17,7 @@ from chatsvc.scheduler.scheduler import SwapCosts
 
 # 700 walks of 300 operations; for hours of it: CHATSVC_WALKS=50000 CHATSVC_EXAMPLES=50000 pytest tests/scheduler
 SEEDS = range(int(os.environ.get("CHATSVC_WALKS", "700")))
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import random
 import shutil
 import socket
 import subprocess
@@ -31,12 +32,16 @@ def find_tls_redis() -> str | None:
     return None
 
 
-def free_port(below: int = 65536) -> int:
+def free_port() -> int:
+    """Below the ports that the system gives to outgoing connections and to other tests' servers, so that a server that
+    starts again finds its own still free; in cluster mode it also listens 10,000 higher."""
     while True:
+        port = random.SystemRandom().randrange(10_000, 22_000)
         with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = int(s.getsockname()[1])
-        if port < below:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
             return port
 
 
@@ -46,7 +51,7 @@ class RedisServer:
     def __init__(self, folder: Path, *args: str, binary: str | None = None) -> None:
         binary = binary or find_redis()
         assert binary is not None
-        self.port = free_port(55536)  # in cluster mode it also listens 10,000 higher
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._command = [
             binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
