@@ -9,63 +9,39 @@ namespace {
 
 // Bytes of x that a thread goes through for each panel: they should stay in its L2 cache, beside two panels.
 constexpr long X_BYTES = 768 << 10;
-constexpr long STRETCH = 2 * GROUP;  // inputs whose weights a lone tile unpacks at a time: they stay in the L1 cache
+// A task is about so many panels times rows, so that taking it costs little beside doing it.
+constexpr long TASK = 24;
+constexpr long WHOLE_FASTER = 3;  // than float32
 
-// Asks for memory that is read next, a little at each call.
-struct Coming {
-    const char* at;
-    long step;
-    void operator()() {
-        prefetch(at);
-        if (step > 64) prefetch(at + 64);
-        at += step;
-    }
-};
-
-// `floats`: the panel in float32, or null: it is unpacked on the way into `buffer`.
+// `floats`: the panel.
 template <int M>
-void block(const Product& p, long panel, long row, const float* floats, float* buffer, Coming coming) {
-    const Matrix& m = p.m;
-    const float* x = p.x + row * p.ldx;
+void block(const Product& p, long panel, long row, const float* floats, Coming coming) {
     vf acc[M][2];
-    if (floats) {
-        tile<M, 2>(x, p.ldx, [=](long kk) { return floats + kk * NR; }, m.k, acc, coming);
-    } else {
-        for (int i = 0; i < M; ++i) acc[i][0] = acc[i][1] = v_zero();
-        for (long first = 0; first < m.k; first += STRETCH) {
-            const long count = std::min(STRETCH, m.k - first);
-            m.unpack(panel, first, count, buffer);
-            tile_on<M, 2>(x + first, p.ldx, [=](long kk) { return buffer + kk * NR; }, count, acc, coming);
-        }
-    }
+    tile<M, 2>(p.x + row * p.ldx, p.ldx, [=](long kk) { return floats + kk * NR; }, p.m.k, acc, coming);
     store<M>(p, panel, row, acc);
 }
 
-using Block = void (*)(const Product&, long, long, const float*, float*, Coming);
+using Block = void (*)(const Product&, long, long, const float*, Coming);
 template <int... I>
 constexpr Block pick(int m, std::integer_sequence<int, I...>) {
     constexpr Block table[] = {block<I + 1>...};
     return table[m - 1];
 }
 
-// Rows [first, first + count) of one panel.
-void linear32(const Product& p, long panel, long first, long count, Buffers& mem, const char* ahead) {
+// Many rows, one panel: it is float32 first.
+void linear_unpacked(const Product& p, const Part& part, Buffers& mem, const char* ahead) {
     const Matrix& m = p.m;
-    const long tiles = (count + MR - 1) / MR, step = (m.panel_bytes() / tiles + m.k - 1) / m.k;
-    const float* floats = nullptr;
-    if (m.format == Format::f32) {
-        floats = reinterpret_cast<const float*>(m.panel(panel));
-    } else {
+    const long tiles = (part.rows + MR - 1) / MR, step = (m.panel_bytes() / tiles + m.k - 1) / m.k;
+    const float* floats = reinterpret_cast<const float*>(m.panel(part.panel));
+    if (m.format != Format::f32) {
         mem.panel.resize(std::max<size_t>(mem.panel.size(), (m.k + GROUP) * NR));
-        if (tiles > 1) {
-            m.unpack(panel, 0, m.k, mem.panel.data());
-            floats = mem.panel.data();
-        }
+        m.unpack(part.panel, 0, m.k, mem.panel.data());
+        floats = mem.panel.data();
     }
-    long row = first;
+    long row = part.row;
     for (long t = 0; t < tiles; ++t) {
-        int size = static_cast<int>((first + count - row + tiles - t - 1) / (tiles - t));  // as even as can be
-        pick(size, std::make_integer_sequence<int, MR>())(p, panel, row, floats, mem.panel.data(), {ahead, step});
+        int size = static_cast<int>((part.row + part.rows - row + tiles - t - 1) / (tiles - t));  // as even as can be
+        pick(size, std::make_integer_sequence<int, MR>())(p, part.panel, row, floats, {ahead, step});
         ahead += m.k * step;
         row += size;
     }
@@ -76,19 +52,27 @@ void linear32(const Product& p, long panel, long first, long count, Buffers& mem
 void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Matrix* next,
             const std::function<void()>& last) {
     const Matrix& m = p.m;
-    const long panels = m.count();
+    const long panels = m.count(), threads = w.pool.size();
     const long band = std::max<long>(BAND, X_BYTES / (m.k * (m.whole ? 1 : 4)) / BAND * BAND);
     const long bands = (p.rows + band - 1) / band;
-    w.each(bands * panels, [&](long task) {
-        const long panel = task % panels, first = task / panels * band, count = std::min(band, p.rows - first);
-        // While this panel is used, the one that this thread probably takes next comes into the cache.
-        const long coming = panel + w.pool.size();
+    const bool direct = !m.whole && p.rows <= MR;
+    // A task is some neighbouring panels: as many as let each thread have some, but no more than are a moment's work.
+    const long unit = direct ? direct_panels(p.rows) : 1, most = TASK * (m.whole ? WHOLE_FASTER : 1) / (unit * p.rows);
+    const long size = direct || m.whole ? unit * std::clamp(panels / (unit * threads * 4), 1L, std::max(1L, most)) : 1;
+    const long tasks = (panels + size - 1) / size;
+    w.each(bands * tasks, [&](long task) {
+        const long at = task % tasks * size, row = task / tasks * band;
+        const Part part{at, std::min(size, panels - at), row, std::min(band, p.rows - row)};
+        // While these are used, those that this thread probably takes next come into the cache.
+        const long soon = task % tasks + threads;
         const unsigned char* target =
-            coming < panels ? m.panel(coming) : next ? next->panel((coming - panels) % next->count()) : m.panels;
+            soon < tasks ? m.panel(soon * size) : next ? next->panel((soon - tasks) % next->count()) : m.panels;
         const char* ahead = reinterpret_cast<const char*>(target);
         if (m.whole)
-            linear8(p, panel, first, count, ahead);
+            linear8(p, part, ahead);
+        else if (direct)
+            linear_direct(p, part, ahead);
         else
-            linear32(p, panel, first, count, buffers[w.rank], ahead);
+            linear_unpacked(p, part, buffers[w.rank], ahead);
     }, last);
 }

@@ -57,7 +57,25 @@ struct Product {
 // All threads call it together. `next`: what is read after this, or null. `last` is called once, when y is complete.
 void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Matrix* next,
             const std::function<void()>& last);
-// The same of rows [first, first + count) and one panel in whole numbers, by this thread.
-void linear8(const Product& p, long panel, long first, long count, const char* ahead);
+
+// What one thread does of it without a pause.
+struct Part {
+    long panel, panels, row, rows;
+};
+// Memory that is read next, asked for a little at each call.
+struct Coming {
+    const char* at;
+    long step;
+    void operator()() {
+        for (long i = 0; i < step; i += 64) prefetch(at + i);
+        at += step;
+    }
+};
+// In float32, at most MR rows. `ahead`: what this thread reads next.
+void linear_direct(const Product& p, const Part& part, const char* ahead);
+// Panels that it does at a time.
+long direct_panels(long rows);
+// In whole numbers.
+void linear8(const Product& p, const Part& part, const char* ahead);
 // How it does them: avx512-vnni, avx-vnni or "plain".
 const char* whole_simd();

@@ -109,17 +109,20 @@ void Rows8::set(long row, const float* x) {
     }
 }
 
-void linear8(const Product& p, long panel, long first, long count, const char* ahead) {
+void linear8(const Product& p, const Part& part, const char* ahead) {
     const Matrix& m = p.m;
     const bool q4 = m.format == Format::q4;
-    const long tiles = (count + MR8 - 1) / MR8, step = (m.group_bytes() / tiles + 63) / 64 * 64;
+    const long tiles = (part.rows + MR8 - 1) / MR8, step = (m.group_bytes() / tiles + 63) / 64 * 64;
     constexpr auto sizes = std::make_integer_sequence<int, MR8>();
-    long row = first;
-    for (long t = 0; t < tiles; ++t) {
-        int size = static_cast<int>((first + count - row + tiles - t - 1) / (tiles - t));
-        (q4 ? pick<true>(size, sizes) : pick<false>(size, sizes))(p, panel, row, ahead, step);
-        ahead += m.groups() * step;
-        row += size;
+    for (long panel = part.panel, end = panel + part.panels; panel < end; ++panel) {
+        const char* soon = panel + 1 < end ? reinterpret_cast<const char*>(m.panel(panel + 1)) : ahead;
+        long row = part.row;
+        for (long t = 0; t < tiles; ++t) {
+            int size = static_cast<int>((part.row + part.rows - row + tiles - t - 1) / (tiles - t));
+            (q4 ? pick<true>(size, sizes) : pick<false>(size, sizes))(p, panel, row, soon, step);
+            soon += m.groups() * step;
+            row += size;
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "reader.h"
+
 namespace {
 
 using Byte = unsigned char;
@@ -104,28 +106,15 @@ void pack_numbers(const void* const* rows, long k, T* to) {
         for (long j = 0; j < NR; ++j) to[kk * NR + j] = rows[j] ? static_cast<const T*>(rows[j])[kk] : T(0);
 }
 
-void unpack_q8(const Byte* group, float* out) {
-    const std::uint16_t* scales = reinterpret_cast<const std::uint16_t*>(group);
-    const vf s0 = h_load(scales), s1 = h_load(scales + VL);
-    const vf z0 = s0 * v_set(-128.0f), z1 = s1 * v_set(-128.0f);  // exact, and so is the fma
-    for (long i = 0; i < GROUP / 4; ++i) {
-        const vi w0 = i_load(group + NR * 2 + i * NR * 4), w1 = i_load(group + NR * 2 + i * NR * 4 + VL * 4);
-        for (int j = 0; j < 4; ++j, out += NR) {
-            v_store(out, v_fma(i_byte(w0, 8 * j), s0, z0));
-            v_store(out + VL, v_fma(i_byte(w1, 8 * j), s1, z1));
-        }
-    }
-}
-
-void unpack_q4(const Byte* group, float* out) {
-    const std::uint16_t* scales = reinterpret_cast<const std::uint16_t*>(group);
-    const vf s0 = h_load(scales), s1 = h_load(scales + VL), l0 = h_load(scales + NR), l1 = h_load(scales + NR + VL);
-    for (long i = 0; i < GROUP / 4; ++i) {
-        const vi w = i_load(group + NR * 4 + i * VL * 4);
-        for (int j = 0; j < 4; ++j, out += NR) {
-            // scale * number is exact: whatever adds the least value rounds once, as the format's definition does
-            v_store(out, v_fma(i_nibble(w, 8 * j), s0, l0));
-            v_store(out + VL, v_fma(i_nibble(w, 8 * j + 4), s1, l1));
+template <Format F>
+void unpack_groups(const Byte* from, long bytes, long groups, float* out) {
+    Reader<F> reader;
+    for (; groups; --groups, from += bytes) {
+        reader.group(from);
+        for (long i = 0; i < GROUP / 4; ++i) {
+            reader.four(i);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j, out += NR) v_store(out, reader.get(j, 0)), v_store(out + VL, reader.get(j, 1));
         }
     }
 }
@@ -194,9 +183,8 @@ void Matrix::row(long row, float* out) const {
 void Matrix::unpack(long index, long first, long count, float* out) const {
     const Byte* from = panel(index);
     if (format == Format::q8 || format == Format::q4) {
-        for (long g = first / GROUP; g * GROUP < first + count; ++g, out += GROUP * NR)
-            (format == Format::q8 ? unpack_q8 : unpack_q4)(from + g * group_bytes(), out);
-        return;
+        const auto unpack_all = format == Format::q8 ? unpack_groups<Format::q8> : unpack_groups<Format::q4>;
+        return unpack_all(from + first / GROUP * group_bytes(), group_bytes(), (count + GROUP - 1) / GROUP, out);
     }
     const std::uint16_t* halves = reinterpret_cast<const std::uint16_t*>(from) + first * NR;
     for (long i = 0; i < count * NR; i += VL)

@@ -32,10 +32,13 @@ struct Matrix {
     long width() const { return pairs ? VL : NR; }
     long count() const { return (n + width() - 1) / width(); }
     long groups() const { return (k + GROUP - 1) / GROUP; }
-    long group_bytes() const { return format == Format::q8 ? NR * (2 + GROUP) : NR * (4 + GROUP / 2); }
+    long group_bytes() const {
+        if (format == Format::q8) return NR * (2 + GROUP);
+        if (format == Format::q4) return NR * (4 + GROUP / 2);
+        return NR * GROUP * (format == Format::f32 ? 4 : 2);
+    }
     long panel_bytes() const {
-        if (format == Format::f32) return k * NR * 4;
-        return format == Format::q8 || format == Format::q4 ? groups() * group_bytes() : k * NR * 2;
+        return format == Format::q8 || format == Format::q4 ? groups() * group_bytes() : group_bytes() / GROUP * k;
     }
     const unsigned char* panel(long i) const { return panels + i * panel_bytes(); }
 
