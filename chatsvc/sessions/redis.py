@@ -3,9 +3,7 @@
 Keys (``{...}`` is the hash tag: all keys of a session live in one cluster slot; every key has a time to live):
 
 - ``chatsvc:{<session>}:meta``, ``chatsvc:{<session>}:msgs``: see :mod:`chatsvc.sessions.redis_scripts`.
-- ``chatsvc:{tenant-<digest>}:sessions`` and ``...:responses``: sorted sets of a tenant's session ids by last change,
-  one for each kind. A hint for listing only: what they name is looked up and checked, and names of expired sessions are
-  dropped on the way.
+- ``chatsvc:{tenant-<digest>}:...``: see :mod:`chatsvc.sessions.redis_index`.
 - ``chatsvc:{running}``: hash ``<session>:<message>`` -> ``<instance>:<tenant>`` of turns under way.
 - ``chatsvc:{instance-<id>}:alive``: the lease of a server process, which it renews. When it has ended, the process's
   running turns count as interrupted, whoever reads them; so a starting process never interrupts the turns of its living
@@ -19,7 +17,6 @@ cannot leave a reply on the wire. Commands are retried by redis-py after a lost 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
@@ -37,22 +34,20 @@ from chatsvc.errors import ConfigError, Conflict, NotFound, StoreError
 from chatsvc.sessions import redis_scripts as scripts
 from chatsvc.sessions.base import Kind, Message, Session, TurnOver, TurnRunning
 from chatsvc.sessions.codec import (
-    KINDS,
     MAX_SESSION_BYTES,
     MAX_SESSION_MESSAGES,
     check_one_running,
     decode,
     encode,
     is_id,
-    kind_of,
     session_full,
 )
 from chatsvc.sessions.guard import Guard
 from chatsvc.sessions.redis_connect import AWAY, pool_of, why_never
+from chatsvc.sessions.redis_index import SessionIndex, meta_key, session_of
 from chatsvc.sessions.redis_relay import BLOCK, LOG_LENGTH, RedisRelay
 from chatsvc.tasks import end
 
-Sessions = list[Session]
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
@@ -103,6 +98,7 @@ class RedisStore:
         )
         self._client: Any = aioredis.Redis.from_pool(self._pool)  # type: ignore[attr-defined]
         self._ttl_ms = max(1, int(ttl * 1000))
+        self._index = SessionIndex(self._client, self._ttl_ms)
         self._clock = clock
         self._guard = Guard("Redis", DEADLINE, (RedisError, *AWAY), AWAY)
         self._instance = secrets.token_hex(8)
@@ -156,7 +152,7 @@ class RedisStore:
         return await self._guard.run(self._get(tenant, session_id))
 
     async def list(self, tenant: str, limit: int = 50, kind: Kind | None = None) -> list[Session]:
-        return await self._guard.run(self._list(tenant, limit, KINDS if kind is None else (kind,)))
+        return await self._guard.run(self._index.list(tenant, limit, kind))
 
     async def patch(self, tenant: str, session_id: str, *, title: str | None, system: str | None) -> Session | None:
         return await self._guard.run(self._patch(tenant, session_id, title, system))
@@ -192,8 +188,8 @@ class RedisStore:
         if reply == 0:
             raise Conflict("There is already a session with this id.")
         _check(reply)
-        await self._index(session.tenant, session.id, session.updated_at)
-        await self._prune(_index_key(session.tenant, kind_of(session.id)))
+        await self._index.put(session.tenant, session.id, session.updated_at)
+        await self._index.prune(session.tenant, session.id)
 
     async def _get(self, tenant: str, session_id: str) -> Session | None:
         return await self._session(tenant, session_id, self._get_script)
@@ -205,13 +201,13 @@ class RedisStore:
             fields += ["updated_at", repr(now)]
         session = await self._session(tenant, session_id, self._patch_script, *fields)
         if session is not None and fields:
-            await self._index(tenant, session_id, now)
+            await self._index.put(tenant, session_id, now)
         return session
 
     async def _delete(self, tenant: str, session_id: str) -> bool:
         if await self._call(self._delete_script, tenant, session_id) == scripts.NO_SESSION:
             return False
-        await self._client.zrem(_index_key(tenant, kind_of(session_id)), session_id)
+        await self._index.drop(tenant, session_id)
         return True
 
     async def _append(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
@@ -228,7 +224,7 @@ class RedisStore:
         if reply != 1 and noted:
             await self._client.hdel(_RUNNING, *noted)
         _check(reply)
-        await self._index(tenant, session_id, now)
+        await self._index.put(tenant, session_id, now)
 
     async def _update(self, tenant: str, session_id: str, message: Message) -> None:
         noted = await self._note_running(tenant, session_id, [message])
@@ -239,7 +235,7 @@ class RedisStore:
         if is_id(session_id) and (message.status != "running" or (reply != 1 and noted)):
             await self._client.hdel(_RUNNING, f"{session_id}:{message.id}")
         _check(reply)
-        await self._index(tenant, session_id, now)
+        await self._index.put(tenant, session_id, now)
 
     async def _rewrite(self, tenant: str, session_id: str, messages: Sequence[Message]) -> None:
         _check(await self._call(self._rewrite_script, tenant, session_id, *self._encoded(messages)))
@@ -254,37 +250,12 @@ class RedisStore:
             await self._client.pexpire(_RUNNING, self._ttl_ms)
         return names
 
-    async def _list(self, tenant: str, limit: int, kinds: Sequence[Kind]) -> Sessions:
-        found = [s for kind in kinds for s in await self._list_kind(tenant, limit, kind)]
-        found.sort(key=lambda s: (s.updated_at, s.id), reverse=True)
-        return found[:limit]
-
-    async def _list_kind(self, tenant: str, limit: int, kind: Kind) -> Sessions:
-        key, found, at = _index_key(tenant, kind), Sessions(), 0
-        while len(found) < limit:
-            ids = await self._client.zrevrange(key, at, at + limit - 1)
-            if not ids:
-                break
-            gone = []
-            async with self._client.pipeline(transaction=False) as pipe:
-                for session_id in ids:
-                    pipe.hgetall(_meta_key(session_id))
-                for session_id, meta in zip(ids, await pipe.execute()):
-                    if meta.get("tenant") == tenant:
-                        found.append(_session(session_id, meta))
-                    else:
-                        gone.append(session_id)
-            if gone:
-                await self._client.zrem(key, *gone)
-            at += len(ids) - len(gone)
-        return found
-
     async def _session(self, tenant: str, session_id: str, script: Any, *args: str) -> Session | None:
         reply = await self._call(script, tenant, session_id, *args)
         if reply == scripts.NO_SESSION:
             return None
         flat, values = reply
-        session = _session(session_id, dict(zip(flat[::2], flat[1::2])))
+        session = session_of(session_id, dict(zip(flat[::2], flat[1::2])))
         numbered = []
         for value in values:
             seq, _, body = value.partition(":")
@@ -293,7 +264,7 @@ class RedisStore:
                 message = await self._judge(tenant, session_id, value, message)
             numbered.append((int(seq), message))
         session.messages = [m for _, m in sorted(numbered, key=lambda pair: pair[0])]
-        await self._client.pexpire(_index_key(tenant, kind_of(session_id)), self._ttl_ms)
+        await self._index.keep(tenant, session_id)
         return session
 
     async def _judge(self, tenant: str, session_id: str, value: str, message: Message) -> Message:
@@ -339,22 +310,7 @@ class RedisStore:
     async def _call(self, script: Any, tenant: str, session_id: str, *args: object) -> Any:
         if not is_id(session_id):
             return scripts.NO_SESSION
-        return await script(keys=[_meta_key(session_id), _messages_key(session_id)], args=[tenant, self._ttl_ms, *args])
-
-    async def _index(self, tenant: str, session_id: str, updated_at: float) -> None:
-        key = _index_key(tenant, kind_of(session_id))
-        await self._client.zadd(key, {session_id: updated_at})
-        await self._client.pexpire(key, self._ttl_ms)
-
-    async def _prune(self, key: str) -> None:
-        """Drops a few names of expired sessions, so that the index of a busy tenant follows the living ones."""
-        some = await self._client.zrandmember(key, 8) or []
-        async with self._client.pipeline(transaction=False) as pipe:
-            for session_id in some:
-                pipe.exists(_meta_key(session_id))
-            gone = [s for s, there in zip(some, await pipe.execute()) if not there]
-        if gone:
-            await self._client.zrem(key, *gone)
+        return await script(keys=[meta_key(session_id), _messages_key(session_id)], args=[tenant, self._ttl_ms, *args])
 
     def _encode(self, message: Message) -> str:
         """With its owner while it runs."""
@@ -378,32 +334,12 @@ class RedisStore:
                 await self._guard.run(self._beat())
 
 
-def _meta_key(session_id: str) -> str:
-    return f"chatsvc:{{{session_id}}}:meta"
-
-
 def _messages_key(session_id: str) -> str:
     return f"chatsvc:{{{session_id}}}:msgs"
 
 
-def _index_key(tenant: str, kind: Kind) -> str:
-    name = "sessions" if kind == "chat" else "responses"
-    return f"chatsvc:{{tenant-{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}}}:{name}"
-
-
 def _token(message_id: str, owner: str) -> str:
     return f"{message_id}@{owner}"
-
-
-def _session(session_id: str, meta: dict[str, str]) -> Session:
-    return Session(
-        id=session_id,
-        tenant=meta["tenant"],
-        title=meta["title"],
-        system=meta["system"],
-        created_at=float(meta["created_at"]),
-        updated_at=float(meta["updated_at"]),
-    )
 
 
 def _check(reply: int | str) -> None:

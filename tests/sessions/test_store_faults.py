@@ -20,6 +20,7 @@ from test_store_contract import message, session
 
 import chatsvc.sessions.redis as redis_store
 from chatsvc.errors import ConfigError, StoreError
+from chatsvc.sessions import redis_index
 from chatsvc.sessions.base import TurnOver, TurnRunning
 from chatsvc.sessions.redis import RedisStore
 from chatsvc.sessions.sqlite import SqliteStore
@@ -370,7 +371,7 @@ def test_the_index_of_a_tenant_is_pruned(redis_server: RedisServer) -> None:
         for _ in range(60):
             await store.create(session("busy"))
             time.sleep(0.01)
-        size = await store._client.zcard(redis_store._index_key("busy", "chat"))
+        size = await store._client.zcard(redis_index._key("busy", "chat"))
         await store.close()
         return int(size)
 
