@@ -3,8 +3,9 @@
 A step is planned in three passes over one token budget:
 
 1. *share*: running sequences that decode take one token each, the longest unserved first; what is left goes to those
-   that still prefill, oldest first, each at most half of the rest while others are behind it, so that a short prompt
-   is not kept waiting by a long one.
+   that still prefill, oldest first. Each leaves half of the rest to those behind it that need at most half as many
+   tokens, so that a short prompt is not kept waiting by a long one. Prompts of like length go one after the other:
+   side by side, everybody's first token would come when the last one's does.
 2. *place*: oldest first, blocks are found for these tokens. When the pool runs dry the newest running sequence that
    has not been placed gives all its blocks back and is recomputed later. The oldest is placed first and everybody
    else can be preempted for it, so it always advances: there is no livelock.
@@ -16,6 +17,7 @@ A sequence whose next block is being filled by another one waits for that block 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -61,7 +63,7 @@ class Planner:
         if self.policy.preemptive:
             self._make_way()
         left = self.budget.limit
-        shares = self._share(left)
+        shares, bar = self._share(left)
         for seq_id in shares:  # in the order of their claims, so that turns stay a queue
             self._take_turn(self.queues.all[seq_id])
         calm = True
@@ -75,7 +77,7 @@ class Planner:
                 left -= len(row.token_ids)
         left = min(left, self._prompt_tokens() - sum(len(r.token_ids) for r in rows if r.sampling is None))
         if calm and left > 0:
-            admitted = self._admit(left, claimed)
+            admitted = self._admit(left, bar, claimed)
             rows += admitted
             left -= sum(len(r.token_ids) for r in admitted)
         return self._top_up(rows, left) if calm else rows
@@ -84,24 +86,35 @@ class Planner:
         self._turns += 1
         seq.turn = self._turns
 
-    def _share(self, budget: int) -> dict[int, int]:
-        """Tokens for each running sequence. Pure."""
+    def _share(self, budget: int) -> tuple[dict[int, int], float]:
+        """Tokens for each running sequence, and how many a newcomer may lack to get any of the rest. Pure."""
         running = [s for s in self.running if not s.pausing]
         decoding = [s for s in running if s.decoding]
         if len(decoding) >= budget:  # not enough for everyone: all running sequences take turns
             others = (self.waiting or self.preempted) and len(self.running) < self.config.max_num_seqs
             kept = max(1, budget // 8) if others and budget > 1 else 0  # and who waits still gets in
             turn = sorted(running, key=lambda s: s.turn)[: budget - kept]
-            return {s.seq_id: 1 for s in turn}
+            return {s.seq_id: 1 for s in turn}, math.inf
         shares = {s.seq_id: 1 for s in decoding}
         left = min(budget - len(decoding), self._prompt_tokens())
         prefilling = [s for s in running if not s.decoding]
-        behind = len(prefilling) + len(self.preempted) + len(self.waiting)
+        waiting = bool(self.preempted or self.waiting)
+        # Those behind each one: the fewest tokens that one of them lacks; who waits may lack few (cached, perhaps).
+        fewest = [0.0 if waiting else math.inf]
+        for seq in reversed(prefilling):
+            fewest.append(min(fewest[-1], seq.num_missing))
+        fewest.pop()
+        bar = math.inf
         for seq in prefilling:
-            behind -= 1
-            shares[seq.seq_id] = self._chunk(seq, left, alone=behind == 0)
-            left -= shares[seq.seq_id]
-        return shares
+            shorter_behind = 2 * fewest.pop() <= seq.num_missing
+            if self._yields(seq, bar):
+                continue
+            share = self._chunk(seq, left, alone=not shorter_behind)
+            if share < seq.num_missing:
+                bar = min(bar, seq.num_missing / 2)
+            shares[seq.seq_id] = share
+            left -= share
+        return shares, bar
 
     def _prompt_tokens(self) -> int:
         """Tokens of a step that prompts may take."""
@@ -125,8 +138,8 @@ class Planner:
         return min(seq.num_missing, left, left if alone else max(self.manager.block_size, left // 2))
 
     def _top_up(self, rows: list[ScheduledRow], left: int) -> list[ScheduledRow]:
-        """What nobody behind could use goes back to those that still prefill, oldest first."""
-        for i, row in enumerate(rows):
+        """What nobody behind could use goes back to those that left it, the last of them first."""
+        for i, row in reversed(list(enumerate(rows))):
             seq = self.queues.all[row.seq_id]
             end = row.start + len(row.token_ids)
             more = min(left, len(seq.tokens) - end)
@@ -171,7 +184,8 @@ class Planner:
         digest = self.manager.next_digest(seq.table, seq.tokens, seq.num_computed)
         return digest is not None and digest in claimed
 
-    def _admit(self, budget: int, claimed: set[bytes]) -> list[ScheduledRow]:
+    def _admit(self, budget: int, bar: float, claimed: set[bytes]) -> list[ScheduledRow]:
+        """``bar``: who lacks more tokens than this waits for the prompts that are being read."""
         rows: list[ScheduledRow] = []
         if len(self.running) >= self.config.max_num_seqs or not (self.preempted or self.waiting):
             return rows
@@ -193,7 +207,7 @@ class Planner:
                 break
             # A fully cached sequence recomputes its last token (with slot -1) to have something to sample from.
             seq.num_computed = min(match.num_tokens, len(seq.tokens) - 1)
-            if self._is_claimed(seq, claimed):
+            if self._yields(seq, bar) or self._is_claimed(seq, claimed):
                 seq.num_computed = 0
                 passed_over += 1
                 continue
@@ -206,9 +220,16 @@ class Planner:
             self.policy.served(seq.request.rank)
             self.queues.move(seq, State.RUNNING)
             reserved += max(0, self.manager.blocks_for(len(seq.tokens)) - len(seq.table.blocks))
+            if n < seq.num_missing:
+                bar = min(bar, seq.num_missing / 2)
             rows.append(self._row(seq, n, claimed))
             budget -= n
         return rows
+
+    @staticmethod
+    def _yields(seq: Sequence, bar: float) -> bool:
+        """It waits for a prompt before it. One whose text somebody reads already (it was preempted) does not."""
+        return seq.num_missing > bar and seq.num_output == 0
 
     def _candidates(self) -> Iterable[Sequence]:
         """Who may be admitted, in this order. The bench's static baseline narrows it to the members of its batch."""

@@ -94,6 +94,38 @@ def test_sf02_a_short_question_does_not_wait_for_a_long_prompt() -> None:
     assert short.finished
 
 
+@pytest.mark.parametrize("later", [0, 1])
+@pytest.mark.parametrize("lengths", [(640, 640, 640), (640, 600, 620), (600, 640, 900)])
+def test_prompts_of_like_length_are_read_one_after_the_other(lengths: tuple[int, ...], later: int) -> None:
+    """Side by side, everybody's first token would come when the last one's does."""
+    bench = Bench(num_blocks=600, block_size=16, budget=64)
+    requests = []
+    for i, n in enumerate(lengths):
+        requests.append(bench.add(prompt(n, 1000 * i), max_tokens=1))
+        if later:
+            bench.step()
+    ends, steps = [0, 0, 0], later * len(lengths)
+    while not all(ends):
+        bench.step()
+        steps += 1
+        ends = [end or (steps if r.finished else 0) for end, r in zip(ends, requests, strict=True)]
+    work = [sum(lengths[: i + 1]) / 64 for i in range(3)]
+    assert all(work[i] <= ends[i] <= work[i] + 3 for i in range(3)), (ends, work)
+
+
+def test_a_prompt_of_half_the_length_goes_beside_a_long_one_and_longer_ones_wait_behind_both() -> None:
+    bench = Bench(num_blocks=600, block_size=16, budget=64)
+    first, like, half = (bench.add(prompt(n, i * 5000), max_tokens=1) for i, n in enumerate((1280, 1100, 640)))
+    steps = 0
+    while not half.finished:
+        bench.step()
+        steps += 1
+    assert not first.finished and first.sequences[0].num_computed >= 640 - 64
+    assert like.sequences[0].num_computed == 0
+    assert steps <= 2 * 640 // 64 + 2
+    bench.run()
+
+
 def test_more_running_sequences_than_budget_take_turns() -> None:
     bench = Bench(num_blocks=100, block_size=4, budget=3, max_num_seqs=8)
     requests = [bench.add(prompt(2, i * 13), max_tokens=40, ignore_eos=True) for i in range(8)]
