@@ -165,7 +165,7 @@ async def create(services: Services, request: Request) -> Response:
     info = request_info(request)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
     info.fields["id"] = completion_id
-    generation = services.desk.generate(
+    generation = await services.desk.generate(
         info,
         request_id=completion_id,
         prompt_token_ids=ids,

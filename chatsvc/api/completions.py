@@ -57,7 +57,7 @@ async def create(services: Services, request: Request) -> Response:
     try:
         for i, ids in enumerate(encoded):
             generations.append(
-                services.desk.generate(
+                await services.desk.generate(
                     info,
                     request_id=completion_id if len(encoded) == 1 else f"{completion_id}-{i}",
                     prompt_token_ids=ids,

@@ -54,7 +54,7 @@ class Desk:
         engine = self._engine
         check_request(prompt_token_ids, params, limit=engine.limit, vocab_size=engine.capacity.vocab_size)
 
-    def generate(
+    async def generate(
         self,
         info: RequestInfo,
         *,
@@ -73,7 +73,7 @@ class Desk:
         ticket, size = info.ticket, len(prompt_token_ids)
         if ticket is not None:
             try:
-                ticket.open(size)
+                await ticket.enter(size)
             finally:
                 info.headers.update(ticket.headers())
         try:

@@ -32,8 +32,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from chatsvc.api.quota import Limits
 from chatsvc.errors import ConfigError
+from chatsvc.sessions.quotas import Limits
 
 log = logging.getLogger("chatsvc.api")
 

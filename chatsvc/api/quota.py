@@ -7,32 +7,24 @@ after it the same request passes, a nanosecond before it does not.
 Tokens of an answer are not known when it begins. Its prompt is taken then; what it generated is taken when it has
 ended, whether or not the bucket still holds that much, and whoever comes next waits until the debt is paid. A prompt
 larger than the bucket needs a full one.
+
+Processes that share a store count there, all together (:class:`~chatsvc.sessions.quotas.SharedQuotas`). Each of them
+counts for itself what it took as well, and goes by that when the store does not answer.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from chatsvc.errors import Overloaded
+from chatsvc.sessions.quotas import Limits, SharedQuotas, Verdict
 
 SECOND = 10**9
 MINUTE = 60 * SECOND
 
 Clock = Callable[[], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """None: no such limit."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
-
-    def __bool__(self) -> bool:
-        return (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent) != (None, None, None)
 
 
 class QuotaExceeded(Overloaded):
@@ -61,7 +53,7 @@ class Bucket:
 
     def remaining(self) -> int:
         """How many it holds now; 0 when it is in debt."""
-        return max(0, (MINUTE - self.reset()) * (self.limit or 0) // MINUTE)
+        return remaining(self.limit or 0, self.reset())
 
     def wait(self, amount: int) -> int:
         """Nanoseconds until ``amount`` (but no more than a full bucket) can be taken."""
@@ -81,7 +73,8 @@ class Bucket:
 class Account:
     """The use of one key."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: Limits, clock: Clock, key_id: str = "") -> None:
+        self.key_id = key_id
         self.limits = limits
         self.requests = Bucket(limits.requests_per_minute, clock)
         self.tokens = Bucket(limits.tokens_per_minute, clock)
@@ -92,14 +85,16 @@ class Account:
         self.limits = limits
         self.requests.limit, self.tokens.limit = limits.requests_per_minute, limits.tokens_per_minute
 
-    def headers(self) -> dict[str, str]:
-        """``x-ratelimit-*`` as OpenAI writes them."""
+    def headers(self, shared: Verdict | None = None) -> dict[str, str]:
+        """``x-ratelimit-*`` as OpenAI writes them; of all processes when it is given what they have taken."""
+        requests, tokens = self.requests, self.tokens
+        resets = (requests.reset(), tokens.reset()) if shared is None else (shared.request_reset, shared.token_reset)
         out = {}
-        for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
-            if bucket.limit is not None:
-                out[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
-                out[f"x-ratelimit-remaining-{name}"] = str(bucket.remaining())
-                out[f"x-ratelimit-reset-{name}"] = duration(bucket.reset())
+        for name, limit, reset in (("requests", requests.limit, resets[0]), ("tokens", tokens.limit, resets[1])):
+            if limit is not None:
+                out[f"x-ratelimit-limit-{name}"] = str(limit)
+                out[f"x-ratelimit-remaining-{name}"] = str(remaining(limit, reset))
+                out[f"x-ratelimit-reset-{name}"] = duration(reset)
         return out
 
 
@@ -109,24 +104,56 @@ class Ticket:
     For every generation :meth:`open` is called, and then either :meth:`refused` or :meth:`close`, once.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, shared: SharedQuotas | None = None) -> None:
         self._account = account
+        self._shared = shared
+        self._seen: Verdict | None = None  # of the processes together; None: this one judged
+        self._place = "" if shared is None else secrets.token_hex(8)
         self._open = 0
         self._counted = False
 
+    async def enter(self, prompt_tokens: int) -> None:
+        """As :meth:`open`, among all processes, if they share a count and it can be had."""
+        shared, account = self._shared, self._account
+        if shared is None:
+            self.open(prompt_tokens)
+            return
+        place, requests = "" if self._open else self._place, 0 if self._counted else 1
+        self._seen = seen = await shared.take(account.key_id, account.limits, place, requests, prompt_tokens)
+        if seen is None:
+            self.open(prompt_tokens)
+            shared.hold(account.key_id, self._place)
+            return
+        if not seen.taken:
+            self._refuse(prompt_tokens, busy=seen.busy, requests=seen.request_wait, tokens=seen.token_wait)
+        self._take(prompt_tokens)
+
     def open(self, prompt_tokens: int) -> None:
         """A generation is about to begin. Raises: QuotaExceeded; nothing was taken then."""
-        account, limits = self._account, self._account.limits
-        if not self._open:
-            if limits.max_concurrent is not None and account.running >= limits.max_concurrent:
-                raise QuotaExceeded(f"This key may have {limits.max_concurrent} requests running at a time", SECOND)
-            wait = 0 if self._counted else account.requests.wait(1)
-            if wait > account.tokens.wait(prompt_tokens):
-                raise QuotaExceeded(f"This key may send {limits.requests_per_minute} requests a minute", wait)
-        if wait := account.tokens.wait(prompt_tokens):
+        account, most = self._account, self._account.limits.max_concurrent
+        self._refuse(
+            prompt_tokens,
+            busy=not self._open and most is not None and account.running >= most,
+            requests=0 if self._counted or self._open else account.requests.wait(1),
+            tokens=account.tokens.wait(prompt_tokens),
+        )
+        self._take(prompt_tokens)
+
+    def _refuse(self, prompt_tokens: int, *, busy: bool, requests: int, tokens: int) -> None:
+        """Raises: QuotaExceeded, unless all waits (in nanoseconds) are 0. The longest one is told."""
+        limits = self._account.limits
+        if busy:
+            raise QuotaExceeded(f"This key may have {limits.max_concurrent} requests running at a time", SECOND)
+        if requests > tokens:
+            raise QuotaExceeded(f"This key may send {limits.requests_per_minute} requests a minute", requests)
+        if tokens:
             raise QuotaExceeded(
-                f"This key may use {limits.tokens_per_minute} tokens a minute and this prompt has {prompt_tokens}", wait
+                f"This key may use {limits.tokens_per_minute} tokens a minute and this prompt has {prompt_tokens}",
+                tokens,
             )
+
+    def _take(self, prompt_tokens: int) -> None:
+        account = self._account
         if not self._counted:
             account.requests.take(1)
             self._counted = True
@@ -139,9 +166,13 @@ class Ticket:
         """The engine did not take it: as if nothing had been asked."""
         self._leave()
         self._account.tokens.give(prompt_tokens)
+        requests = 0
         if not self._open:
             self._account.requests.give(1)
-            self._counted = False
+            self._counted, requests = False, 1
+        if self._seen is None:  # judged here: the others have not counted it
+            requests = prompt_tokens = 0
+        self._settle(-requests, -prompt_tokens)
 
     def close(self, prompt_tokens: int, generated: int, *, begun: bool) -> None:
         """It has ended. A prompt that was never ``begun`` (its client left the queue) costs no tokens."""
@@ -150,10 +181,17 @@ class Ticket:
             self._account.tokens.take(generated)
         else:
             self._account.tokens.give(prompt_tokens)
+        self._settle(0, generated if begun else -prompt_tokens if self._seen is not None else 0)
 
     def headers(self) -> dict[str, str]:
         """See :meth:`Account.headers`."""
-        return self._account.headers()
+        return self._account.headers(self._seen)
+
+    def _settle(self, requests: int, tokens: int) -> None:
+        """Tell the others, and leave the place when nothing runs on it."""
+        if self._shared is not None:
+            place = "" if self._open else self._place
+            self._shared.settle(self._account.key_id, self._account.limits, place, requests, tokens)
 
     def _leave(self) -> None:
         self._open -= 1
@@ -164,18 +202,24 @@ class Ticket:
 class Quotas:
     """The accounts of all keys, by the id of the key. They outlive a change of the key file."""
 
-    def __init__(self, clock: Clock = time.monotonic_ns) -> None:
+    def __init__(self, clock: Clock = time.monotonic_ns, shared: SharedQuotas | None = None) -> None:
         self._clock = clock
+        self._shared = shared
         self._accounts: dict[str, Account] = {}
 
     def ticket(self, key_id: str, limits: Limits) -> Ticket:
         """For one request of this key."""
         account = self._accounts.get(key_id)
         if account is None:
-            account = self._accounts[key_id] = Account(limits, self._clock)
+            account = self._accounts[key_id] = Account(limits, self._clock, key_id)
         elif account.limits is not limits:
             account.change(limits)
-        return Ticket(account)
+        return Ticket(account, self._shared)
+
+
+def remaining(limit: int, reset: int) -> int:
+    """What a bucket of that limit holds that is full again in so many nanoseconds; 0 when it is in debt."""
+    return max(0, (MINUTE - reset) * limit // MINUTE)
 
 
 def duration(nanoseconds: int) -> str:

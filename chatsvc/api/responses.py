@@ -138,9 +138,9 @@ class Responses:
             more_stops=tools.stop if tools else (),
         )
 
-        def begin(request_id: str) -> Generation:
+        async def begin(request_id: str) -> Generation:
             info.fields["id"] = request_id
-            return services.desk.generate(
+            return await services.desk.generate(
                 info,
                 request_id=request_id,
                 prompt_token_ids=ids,
@@ -154,7 +154,7 @@ class Responses:
         if not keep or self._turns is None:
             hexid = uuid.uuid4().hex
             settings = replace(settings, id=f"resp_{uuid.uuid4().hex}{hexid}", hexid=hexid)
-            return Run(settings, begin(settings.id), info)
+            return Run(settings, await begin(settings.id), info)
         return await self._stored(settings, info, new, before, begin)
 
     async def _stored(

@@ -187,9 +187,9 @@ class Sessions:
                 planned = await plan(session)
             params = replace(planned.params, seed=services.seeds.of(body.seed))
 
-            def begin(request_id: str) -> Generation:
+            async def begin(request_id: str) -> Generation:
                 info.fields["id"] = request_id
-                return services.desk.generate(
+                return await services.desk.generate(
                     info,
                     request_id=request_id,
                     prompt_token_ids=planned.ids,

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from weakref import WeakValueDictionary
@@ -131,7 +131,7 @@ class Turns:
                 await self._store.update_message(*key, message)
         return session
 
-    async def start(self, key: Key, new: list[Message], begin: Callable[[str], Generation]) -> Turn:
+    async def start(self, key: Key, new: list[Message], begin: Callable[[str], Awaitable[Generation]]) -> Turn:
         """Accept a turn.
 
         Args:
@@ -143,7 +143,7 @@ class Turns:
         the turn then.
         """
         answer = new[-1]
-        generation = begin(f"chatcmpl-{answer.id}")
+        generation = await begin(f"chatcmpl-{answer.id}")
         try:
             await self._store.append(*key, new)
         except BaseException as error:

@@ -21,6 +21,7 @@ import uvicorn
 
 from chatsvc.api.app import create_app
 from chatsvc.api.keys import KeyFile
+from chatsvc.api.quota import Quotas
 from chatsvc.api.seeds import Seeds
 from chatsvc.api.server import server_config
 from chatsvc.api.services import ApiSettings, Services
@@ -34,7 +35,8 @@ from chatsvc.engine.garbage import Collector, settle
 from chatsvc.engine.protocol import Built, ServedEngine
 from chatsvc.errors import ChatsvcError, ConfigError, EngineDead, StoreError
 from chatsvc.sessions.base import SessionStore
-from chatsvc.sessions.select import open_store
+from chatsvc.sessions.quotas import SharedQuotas
+from chatsvc.sessions.select import open_quotas, open_store
 from chatsvc.sessions.watched import WatchedStore
 
 log = logging.getLogger("chatsvc")
@@ -153,7 +155,8 @@ class Server:
         store = WatchedStore(
             open_store(config.session_store, config.session_ttl), built.engine.metrics.store_errors.inc
         )
-        services = self._services(built, store, keys)
+        shared = open_quotas(config.session_store, built.engine.metrics.quota_fallbacks.inc) if keys else None
+        services = self._services(built, store, keys, Quotas(shared=shared))
         turns = Turns(services, store)
         app = create_app(services, turns=turns)
         uv = _Uvicorn(server_config(app, host=config.host, port=config.port, grace=5))
@@ -163,10 +166,12 @@ class Server:
         self._tasks.append(asyncio.create_task(self._end_with(built.engine, uv, services, turns)))
         try:
             await self._open(store)
+            if shared is not None:
+                await shared.open()
             self._loading = asyncio.create_task(self._load(uv, built, url))
             await self._unless_at_once(asyncio.create_task(uv.serve(sockets=[sock])))
         finally:
-            await self._close(built, turns, store)
+            await self._close(built, turns, store, shared)
         return self._status
 
     async def _unless_at_once(self, work: asyncio.Task[Any]) -> bool:
@@ -178,7 +183,9 @@ class Server:
             work.result()
         return work.done()
 
-    def _services(self, built: Built[ServedEngine], store: WatchedStore, keys: KeyFile | None) -> Services:
+    def _services(
+        self, built: Built[ServedEngine], store: WatchedStore, keys: KeyFile | None, quotas: Quotas
+    ) -> Services:
         config = self.config
         return Services(
             engine=built.engine,
@@ -198,6 +205,7 @@ class Server:
             created=int(time.time()),
             seeds=Seeds(config.seed),
             keys=None if keys is None else lambda: keys.current,
+            quotas=quotas,
             tracing=self._tracing,
         )
 
@@ -283,12 +291,15 @@ class Server:
         turns.let_go()
         uv.should_exit = True
 
-    async def _close(self, built: Built[ServedEngine], turns: Turns, store: SessionStore) -> None:
+    async def _close(
+        self, built: Built[ServedEngine], turns: Turns, store: SessionStore, shared: SharedQuotas | None
+    ) -> None:
         # Texts that a store which is away does not take are tried again for as long as answers may be waited for.
         patience = max(STORE_AT_LEAST, self._drain_ends - time.monotonic())
         closings: list[Callable[[], Coroutine[Any, Any, None]]] = [
             partial(turns.close, patience),
             store.close,
+            *([] if shared is None else [shared.close]),
             partial(asyncio.to_thread, self._tracing.close),
         ]
         if not self._engine_stopped:

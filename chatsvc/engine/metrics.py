@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from chatsvc.scheduler.scheduler import Scheduler
 
 P = "chatsvc_"
+QUOTA_FALLBACKS = "Requests judged by this process alone, as the store that shares quotas did not answer"
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -101,6 +102,7 @@ class Metrics:
         self.batch_tokens = Histogram(P + "batch_tokens", "Tokens computed in a step", buckets=TOKENS, registry=r)
         self.loop_lag = Histogram(P + "loop_lag_seconds", "How late the event loop wakes up", buckets=SHORT, registry=r)
         self.store_errors = Counter(P + "session_store_errors", "Session store operations that failed", registry=r)
+        self.quota_fallbacks = Counter(P + "quota_fallbacks", QUOTA_FALLBACKS, registry=r)
 
     async def refresh(self) -> None:
         """Before a scrape: everything is here already."""

@@ -72,6 +72,9 @@ class ServedMetrics(EngineMetrics, Protocol):
     @property
     def store_errors(self) -> Counter: ...
 
+    @property
+    def quota_fallbacks(self) -> Counter: ...
+
 
 class ServedEngine(Engine, Protocol):
     """And what the server calls, which also starts and ends it."""

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from chatsvc.engine.metrics import SHORT, P
+from chatsvc.engine.metrics import QUOTA_FALLBACKS, SHORT, P
 from chatsvc.errors import ChatsvcError
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ SCRAPE_SECONDS = 1.0
 LOOP_LAG = P + "loop_lag_seconds"
 ENGINE_LOOP_LAG = P + "engine_loop_lag_seconds"
 STORE_ERRORS = P + "session_store_errors"
+FALLBACKS = P + "quota_fallbacks"
+OURS = (STORE_ERRORS, FALLBACKS)
 
 
 class _Fetched(Collector):
@@ -49,6 +51,7 @@ class RemoteMetrics:
         r.register(self._fetched)
         self.loop_lag = Histogram(LOOP_LAG, "How late the event loop wakes up", buckets=SHORT, registry=r)
         self.store_errors = Counter(STORE_ERRORS, "Session store operations that failed", registry=r)
+        self.quota_fallbacks = Counter(FALLBACKS, QUOTA_FALLBACKS, registry=r)
 
     async def refresh(self) -> None:
         """Ask the engine's process. When it does not answer within a second, the last numbers stay."""
@@ -58,7 +61,7 @@ class RemoteMetrics:
         except (TimeoutError, ChatsvcError) as e:
             log.warning("the engine's process did not tell its metrics: %s", e or "no answer")
             return
-        self._fetched.families = [_renamed(f) if f.name == LOOP_LAG else f for f in families if f.name != STORE_ERRORS]
+        self._fetched.families = [_renamed(f) if f.name == LOOP_LAG else f for f in families if f.name not in OURS]
 
 
 def _renamed(family: Metric) -> Metric:

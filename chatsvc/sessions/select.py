@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from chatsvc.errors import ConfigError
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.memory import MemoryStore
+from chatsvc.sessions.quotas import SharedQuotas
 from chatsvc.sessions.sqlite import SqliteStore
 
+_REDIS = ("redis", "rediss", "unix")
 _FORMS = (
     "memory://, sqlite:///relative/path, sqlite:////absolute/path, redis://host:port/db, rediss://... or unix://path"
 )
+
+
+def open_quotas(url: str, failed: Callable[[], None]) -> SharedQuotas | None:
+    """The quotas that the processes of this session store share; None when it has but one. Call ``open()`` before use.
+
+    Args:
+        failed: called for every request that could not be judged there.
+
+    Raises: ConfigError.
+    """
+    if url.partition("://")[0] not in _REDIS:
+        return None
+    from chatsvc.sessions.redis_quotas import RedisQuotas  # noqa: PLC0415  as below
+
+    return RedisQuotas(url, failed)
 
 
 def open_store(url: str, ttl: float) -> SessionStore:
@@ -40,7 +58,7 @@ def open_store(url: str, ttl: float) -> SessionStore:
                 "(memory:// keeps sessions in memory)."
             )
         return SqliteStore(Path(path).expanduser(), ttl)
-    if scheme in ("redis", "rediss", "unix"):
+    if scheme in _REDIS:
         from chatsvc.sessions.redis import RedisStore  # noqa: PLC0415  its client is a twentieth of a start
 
         return RedisStore(url, ttl)
