@@ -218,6 +218,16 @@ def test_chunks_blocks_threads(kind: Kind, block_size: int, budget: int, threads
         assert torch.equal(rig.whole(prompt(length, length), budget), expected(kind, length)), length
 
 
+@pytest.mark.parametrize("chunk", [1, 100])
+def test_a_step_that_samples_nothing(kind: Kind, chunk: int) -> None:
+    rig = Rig(kind, 16, 2)
+    s = rig.sequence(prompt(130, 130))
+    logits, _ = rig.runner.logits((ScheduledRow(0, s.ids[:chunk], 0, s.table, 0, None),))
+    assert not len(logits)
+    s.done = chunk
+    assert torch.equal(rig.step((s, 1000))[0], expected(kind, 130))
+
+
 def test_one_token_at_a_time(kind: Kind) -> None:
     rig = Rig(kind, 16, 2)
     for length in (65, 130):

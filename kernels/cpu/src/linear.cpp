@@ -55,9 +55,10 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
     const long panels = m.count(), threads = w.pool.size();
     const long band = std::max<long>(BAND, X_BYTES / (m.k * (m.whole ? 1 : 4)) / BAND * BAND);
     const long bands = (p.rows + band - 1) / band;
-    const bool direct = !m.whole && p.rows <= MR;
+    const long rows = std::max(1L, p.rows);  // a step of chunks alone samples none: no bands, so no tasks
+    const bool direct = !m.whole && rows <= MR;
     // A task is some neighbouring panels: as many as let each thread have some, but no more than are a moment's work.
-    const long unit = direct ? direct_panels(p.rows) : 1, most = TASK * (m.whole ? WHOLE_FASTER : 1) / (unit * p.rows);
+    const long unit = direct ? direct_panels(rows) : 1, most = TASK * (m.whole ? WHOLE_FASTER : 1) / (unit * rows);
     const long size = direct || m.whole ? unit * std::clamp(panels / (unit * threads * 4), 1L, std::max(1L, most)) : 1;
     const long tasks = (panels + size - 1) / size;
     w.each(bands * tasks, [&](long task) {
