@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def new(
         "max_concurrent": max_concurrent,
     }
     entry = parse_entry({k: v for k, v in given.items() if v is not None})
-    there = read_keys(path).keys if path.exists() and path.stat().st_size else ()
+    there = () if _says_nothing(path) else read_keys(path).keys
     if any(k.name == name for k in there):
         raise ConfigError(f"{path}: there is a key with the name {name}; delete its [[key]] first")
     _append(path, "".join(f"{line}\n" for line in toml_of(entry)))
@@ -82,6 +83,16 @@ def toml_of(entry: KeyEntry) -> Iterator[str]:
     for name, value in entry.model_dump(exclude_none=True).items():
         yield f"{name} = {json.dumps(value)}"
     yield ""
+
+
+def _says_nothing(path: Path) -> bool:
+    """There is no such file, or nothing but comments in it."""
+    try:
+        return not tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # read_keys says what is wrong
+        return False
 
 
 def _append(path: Path, text: str) -> None:

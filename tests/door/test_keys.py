@@ -170,6 +170,14 @@ def test_the_verb_makes_keys_that_the_file_knows(tmp_path: Path) -> None:
     assert "ann" in table and "(its own)" in table and ann.digest.hex() not in table
 
 
+@pytest.mark.parametrize("before", ["", "\n\n", "# the team's keys\n"])
+def test_the_verb_begins_a_file_that_says_nothing(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(before)
+    assert run("new", "ann", "--file", str(path))[0] == 0
+    assert path.read_text().startswith(before) and [k.name for k in read_keys(path).keys] == ["ann"]
+
+
 def test_the_verb_refuses_before_it_writes(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     run("new", "ann", "--file", str(path))
@@ -178,8 +186,9 @@ def test_the_verb_refuses_before_it_writes(tmp_path: Path) -> None:
         status, out, said = run("new", *words, "--file", str(path))
         assert status != 0 and out == "" and said
     assert path.read_bytes() == before
-    path.write_text("broken")
-    assert run("new", "bob", "--file", str(path))[0] != 0 and path.read_text() == "broken"
+    for wrong in (b"broken", b"other = 1", b"\xff"):
+        path.write_bytes(wrong)
+        assert run("new", "bob", "--file", str(path))[0] != 0 and path.read_bytes() == wrong
     assert run("new", "bob")[0] == 2  # which file?
 
 
