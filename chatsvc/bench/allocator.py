@@ -26,7 +26,7 @@ from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
 
 POOL_SIZES = (1_000, 100_000, 1_000_000)
 QUEUE_SIZES = (1_000, 10_000, 100_000)
-RUNNING = (1, 64, 256, 1024)
+RUNNING = (1, 16, 64, 256, 1024)
 WAITING = 10_000
 CONTEXT = 500  # tokens of each running sequence
 BLOCK_SIZE = 16

@@ -21,7 +21,15 @@ from chatsvc.bench.drive import Run, drive
 from chatsvc.bench.limits import Limits, measure
 from chatsvc.bench.rig import Rig
 from chatsvc.bench.waste import waste
-from chatsvc.cli import bench_allocator, bench_burst, bench_curves, bench_perplexity, bench_readers
+from chatsvc.cli import (
+    bench_allocator,
+    bench_beside,
+    bench_burst,
+    bench_curves,
+    bench_perplexity,
+    bench_readers,
+    bench_step,
+)
 from chatsvc.cli.options import GroupedCommand, GroupedOption, given, options_of
 from chatsvc.config import ServeConfig
 from chatsvc.errors import ConfigError
@@ -246,3 +254,5 @@ command.add_command(bench_burst.command)
 command.add_command(bench_perplexity.command)
 command.add_command(bench_readers.command)
 command.add_command(bench_curves.command)
+command.add_command(bench_step.command)
+command.add_command(bench_beside.command)
