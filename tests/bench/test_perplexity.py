@@ -15,7 +15,7 @@ from chatsvc.runtime.local import LocalExecutor
 from chatsvc.text.tokenizer import load_tokenizer
 from kernels.cpu.build import compiler
 
-CONFIG = ServeConfig.of(threads=2)
+CONFIG = ServeConfig.of(threads=min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(autouse=True)
