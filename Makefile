@@ -30,7 +30,8 @@ $(SERVE_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(TEST_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing chatsvc and its test tools into $(VENV)"
-	$(PIP) install --progress-bar on -c constraints.txt -e '.[test,lint]'
+	$(PIP) install --progress-bar on --no-compile -c constraints.txt -e '.[test,lint]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@$(BIN)/python -m kernels.cpu.build
 	@touch $@ $(SERVE_STAMP)
 
