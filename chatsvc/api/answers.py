@@ -50,11 +50,18 @@ class Answer:
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
         """The events, one item per read of the logs. A fault ends them with one error event and no ``[DONE]``."""
+        only, pace = self.generations[0] if len(self.generations) == 1 else None, self.services.pace
         try:
-            async with closing(merged(self.generations, self.services.pace)) as items:
-                async for position, news in items:
-                    if frame := self._frame(position, news):
-                        yield frame
+            if only is not None:
+                async with closing(only.read(pace=pace)) as reads:
+                    async for news in reads:
+                        if frame := self._frame(0, news):
+                            yield frame
+            else:
+                async with closing(merged(self.generations, pace)) as items:
+                    async for position, news in items:
+                        if frame := self._frame(position, news):
+                            yield frame
         except ChatsvcError as exc:
             self.info.fields["outcome"] = "error"
             yield exception_event(exc)
@@ -156,12 +163,7 @@ async def client_gone(request: Request) -> None:
 
 
 async def merged(generations: Sequence[Generation], pace: Pace | None = None) -> AsyncIterator[tuple[int, list[Delta]]]:
-    """What is new, with the position of its generation."""
-    if len(generations) == 1:
-        async with closing(generations[0].read(pace=pace)) as reads:
-            async for news in reads:
-                yield 0, news
-        return
+    """What is new in several generations, with the position of each."""
     # One slot: a reader that is slow finds everything since its last look in the next item.
     queue: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue(maxsize=1)
 

@@ -164,6 +164,13 @@ class ChatShape(_Answered):
 
     def chunk(self, index: int, delta: Delta, log: OutputLog) -> bytes:
         """See :class:`Shape`. The role comes just before the first news of a choice, not before work was done."""
+        if delta.finish_reason is None and self._logprobs is None and self._calls is None and index in self._begun:
+            if not delta.text:
+                return b""
+            plain = (
+                f'{{"index":{index},"delta":{{"content":{dumps(delta.text)}}},"logprobs":null,"finish_reason":null}}'
+            )
+            return (self._head + plain + self._tail).encode()  # the usual one
         news, called = self._news(index, delta)
         logprobs = "null"
         if self._logprobs is not None and delta.tokens:

@@ -28,6 +28,7 @@ access = logging.getLogger("chatsvc.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _KEY = "chatsvc.request"
+_SEND = "chatsvc.send"
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # probes: logged only when they fail
 # On every answer that does not say otherwise itself (the page has its own policy).
 SECURITY_HEADERS = {
@@ -73,6 +74,11 @@ def info_of(scope: Scope) -> RequestInfo:
     return info
 
 
+def body_send(scope: Scope) -> Send | None:
+    """The middleware's own ``send``, for parts of a body once the response has begun: nobody inside looks at those."""
+    return scope.get(_SEND)
+
+
 class RequestMiddleware:
     """See the module."""
 
@@ -92,7 +98,7 @@ class RequestMiddleware:
         if _TRACEPARENT.fullmatch(trace):
             info.trace = trace
             info.fields["trace_id"] = trace.split("-")[1]
-        scope[_KEY] = info
+        scope[_KEY], scope[_SEND] = info, send
         started = time.perf_counter()
         status = 0
 

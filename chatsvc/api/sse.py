@@ -3,7 +3,8 @@
 Where it differs from :class:`sse_starlette.EventSourceResponse`, and why:
 
 - Events are ready-made bytes, and one costs one ``send``: no lock, no timeout object, no task switch beside that of
-  whoever waits for it. This runs for every step of every stream; the library's way costs about half as much again.
+  whoever waits for it, and not the way through the middlewares, which only look at the beginning. This runs for every
+  step of every stream; the library's way costs about half as much again.
 - Shutdown. The library cuts every stream as soon as SIGTERM arrives (process-wide ``AppStatus.should_exit``, polled by
   a task per thread). Here answers are drained: the engine stops admitting, running streams go on, and what is left when
   the grace time ends is ended by the engine, in order. So nothing of that global state is read and no task polls it.
@@ -24,6 +25,8 @@ from typing import TypeVar, cast
 import anyio
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
+
+from chatsvc.api.middleware import body_send
 
 log = logging.getLogger("chatsvc.api")
 
@@ -59,11 +62,13 @@ class EventStream(EventSourceResponse):
         self._events = events
         self._patience = send_timeout
         self._on_close = on_close
+        self._pass_on: Send | None = None
         self._sending = False  # a write is under way, since ``_since``; else that is the end of the last one
         self._since = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; see the class."""
+        self._pass_on = body_send(scope)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -78,9 +83,10 @@ class EventStream(EventSourceResponse):
         clock = asyncio.get_running_loop().time
         self._since = clock()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pass_on = self._pass_on or send
         async for events in self._events:
             self._sending, self._since = True, clock()
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+            await pass_on({"type": "http.response.body", "body": events, "more_body": True})
             self._sending, self._since = False, clock()
         self._sending, self._since = True, clock()
         async with self._send_lock:  # a ping takes it too: none comes after the end

@@ -34,6 +34,7 @@ from chatsvc.engine.wire import (
     Limits,
     News,
     Teller,
+    Usual,
     connect,
     frame,
     portable,
@@ -170,12 +171,14 @@ class Child:
         dirty, self._dirty = self._dirty, {}
         refused, self._refused = self._refused, []
         replies, self._replies = self._replies, []
-        news = [teller.news() for teller in dirty.values()]
+        usual: Usual = ([], [], [])
+        news: list[News] = []
         for key, teller in dirty.items():
+            teller.tell(usual, news)
             if teller.done:
                 del self._tellers[key]
         healthy = self._engine is None or self._engine.healthy
-        return Batch(news + refused, replies, healthy)
+        return Batch(usual, news + refused, replies, healthy)
 
     async def _answer(self, call: Call) -> None:
         result, error = None, None

@@ -28,7 +28,20 @@ from chatsvc.engine.checks import Admission
 from chatsvc.engine.output import FinishReason, Generation
 from chatsvc.engine.protocol import Built, text_side
 from chatsvc.engine.remote_metrics import RemoteMetrics
-from chatsvc.engine.wire import Ask, Batch, Call, Connection, Drop, Limits, connect, frame, hear, receive
+from chatsvc.engine.wire import (
+    Ask,
+    Batch,
+    Call,
+    Connection,
+    Drop,
+    Limits,
+    PlainTokens,
+    connect,
+    frame,
+    hear,
+    hear_usual,
+    receive,
+)
 from chatsvc.errors import ChatsvcError, EngineDead
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.tasks import end
@@ -52,6 +65,7 @@ class RemoteEngine(Admission):
         self._keys: dict[str, int] = {}
         self._unscheduled: set[int] = set()  # of the known ones
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._tokens = PlainTokens()
         self._heard = time.perf_counter()
         self._its_health = True
         self._closed = False
@@ -236,10 +250,11 @@ class RemoteEngine(Admission):
     def _take(self, batch: Batch) -> None:
         self._heard = time.perf_counter()
         self._its_health = batch.healthy
+        hear_usual(self._known, batch.usual, self._tokens)
         for news in batch.news:
             generation = self._known.get(news[0])
             if generation is not None:
-                hear(generation, news)
+                hear(generation, news, self._tokens)
                 if generation.timings.scheduled is not None:
                     self._unscheduled.discard(news[0])
                 if news[4]:

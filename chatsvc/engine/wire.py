@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,9 @@ End = tuple[Any, str, Any, Any, int]
 ChoiceNews = tuple[int, list[int], list[str], list[tuple[Any, Any]] | None, str, End | None]
 # One generation's: key, cached prompt tokens, times (scheduled, first token, finished), choices, whether that was all.
 News = tuple[int, int, tuple[float | None, float | None, float | None], list[ChoiceNews], bool]
+# The usual news: of generations with an only choice that has one more token, and nothing else is new. Their keys, the
+# token ids, the texts. In this form they cost a third.
+Usual = tuple[list[int], list[int], list[str]]
 
 
 @dataclass(slots=True)
@@ -68,11 +72,12 @@ class Call:
 @dataclass(slots=True)
 class Batch:
     """Attributes:
-    news: in the order of their happening.
+    usual, news: a generation is in one of them.
     replies: number of the call, its result, or the exception it raised.
     healthy: the engine's own verdict.
     """
 
+    usual: Usual
     news: list[News]
     replies: list[tuple[int, Any, ChatsvcError | None]]
     healthy: bool
@@ -112,23 +117,49 @@ def portable(e: Exception) -> ChatsvcError:
 
 
 class Teller:
-    """The engine's side of one generation: a cursor on its logs."""
+    """The engine's side of one generation: a cursor on its logs.
+
+    Attributes:
+        done: the end of every choice was told.
+    """
 
     def __init__(self, key: int, generation: Generation) -> None:
         self.key = key
         self.generation = generation
+        self.done = False
         self._at = [0] * len(generation.logs)
         self._ended = [False] * len(generation.logs)
+        self._cached = 0  # as it was told
+        self._steady = False  # an only choice that has begun and holds nothing back, as it was told
 
-    @property
-    def done(self) -> bool:
-        """The end of every choice was told."""
-        return all(self._ended)
+    def tell(self, usual: Usual, news: list[News]) -> None:
+        """Append what is new to one of them."""
+        if not self._steady or not self._usual(usual):
+            news.append(self.news())
+
+    def _usual(self, usual: Usual) -> bool:
+        generation, at = self.generation, self._at[0]
+        log = generation.logs[0]
+        if log.finish_reason is not None or log.held or len(log.tokens) != at + 1:
+            return False
+        token = log.tokens[at]
+        if token.logprob is not None or generation.num_cached_tokens != self._cached:
+            return False
+        self._at[0] = at + 1
+        keys, ids, texts = usual
+        keys.append(self.key)
+        ids.append(token.token_id)
+        texts.append(log.pieces[at])
+        return True
 
     def news(self) -> News:
+        """All that is new."""
         generation = self.generation
         times = generation.timings
         choices = [self._choice(log) for log in generation.logs if not self._ended[log.index]]
+        self.done = all(self._ended)
+        self._cached = generation.num_cached_tokens
+        self._steady = len(generation.logs) == 1 and times.first_token is not None and not generation.logs[0].held
         return (
             self.key,
             generation.num_cached_tokens,
@@ -152,7 +183,28 @@ class Teller:
         return index, [t.token_id for t in tokens], pieces, details, log.held, end
 
 
-def hear(generation: Generation, news: News) -> None:
+class PlainTokens(dict[int, SampledToken]):
+    """Tokens without log-probabilities: one object for each id, whoever has it. Nobody changes them."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
+def hear_usual(known: Mapping[int, Generation], usual: Usual, tokens: PlainTokens) -> None:
+    """As :func:`hear`, for the usual news; ``known`` by key."""
+    for key, token_id, text in zip(*usual, strict=True):
+        generation = known.get(key)
+        if generation is None:
+            continue
+        log = generation.logs[0]
+        if log.finish_reason is None:
+            log.tokens.append(tokens[token_id])
+            log.pieces.append(text)
+            generation.notify()
+
+
+def hear(generation: Generation, news: News, tokens: PlainTokens) -> None:
     """The API's side: append the news to its own logs. A choice that has ended here hears nothing more."""
     _, generation.num_cached_tokens, (scheduled, first, finished), choices, _ = news
     times = generation.timings
@@ -163,7 +215,7 @@ def hear(generation: Generation, news: News) -> None:
         if log.finish_reason is not None:
             continue
         if details is None:
-            log.tokens += map(SampledToken, ids)
+            log.tokens += map(tokens.__getitem__, ids)
         else:
             log.tokens += [SampledToken(i, logprob, top) for i, (logprob, top) in zip(ids, details, strict=True)]
         log.pieces += pieces

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chatsvc.api.middleware import RequestMiddleware
 from chatsvc.api.sse import PING, EventStream
 
 SCOPE = {"type": "http", "method": "POST"}
@@ -183,3 +184,23 @@ async def test_head_starts_no_stream() -> None:
     case = Case()
     await case.run("HEAD")
     assert case.wire.bodies == [b""] and case.wire.ended and (case.closes, case.source.closed) == (1, 0)
+
+
+async def test_events_do_not_pass_the_middlewares_but_the_beginning_and_the_end_do() -> None:
+    case, seen = Case(), []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        async def noted(message: Any) -> None:
+            seen.append(message.get("body"))
+            await send(message)
+
+        await case.stream(scope, receive, noted)
+
+    scope = {**SCOPE, "path": "/", "headers": []}
+    task = asyncio.create_task(RequestMiddleware(inner)(scope, case.wire.receive, case.wire.send))
+    for item in (b"a", b"b", None):
+        case.source.queue.put_nowait(item)
+    await task
+    assert case.wire.bodies == [b"a", b"b", b""] and case.wire.ended
+    assert seen == [None, b""]
+    assert any(name == b"x-request-id" for name, _ in case.wire.sent[0]["headers"])

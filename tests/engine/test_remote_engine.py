@@ -23,7 +23,7 @@ from remote_parts import engine as local_engine
 from chatsvc.engine.child import Child
 from chatsvc.engine.output import Generation
 from chatsvc.engine.remote import RemoteEngine
-from chatsvc.engine.wire import Ask, Call, connect, frame, hear, receive
+from chatsvc.engine.wire import Ask, Call, PlainTokens, connect, frame, hear, hear_usual, receive
 from chatsvc.errors import (
     ConfigError,
     Conflict,
@@ -241,11 +241,13 @@ async def test_a_slow_reader_gets_everything_once_in_few_messages() -> None:
     assert child.engine.executor.steps >= 180  # type: ignore[attr-defined]
     reader._transport.resume_reading()  # type: ignore[attr-defined]
     logs = [Generation(str(i), [i], 1, lambda: None, 0.0) for i in range(4)]
-    batches = 0
+    batches, tokens = 0, PlainTokens()
     while not all(g.finished for g in logs):
         batches += 1
-        for news in (await receive(reader)).news:
-            hear(logs[news[0]], news)
+        batch = await receive(reader)
+        hear_usual(dict(enumerate(logs)), batch.usual, tokens)
+        for news in batch.news:
+            hear(logs[news[0]], news, tokens)
     assert all(g.logs[0].token_ids == truth([i], 180) for i, g in enumerate(logs))
     assert batches < 130, "a message for each step would be 180"
     writer.transport.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from chatsvc import errors
 from chatsvc.engine.output import Generation
-from chatsvc.engine.wire import Teller, hear, portable
+from chatsvc.engine.wire import News, PlainTokens, Teller, Usual, hear, hear_usual, portable
 from chatsvc.errors import ChatsvcError, EngineError
 from chatsvc.scheduler.plan import SampledToken
 
@@ -27,25 +28,34 @@ ENDS = st.tuples(
     st.text(max_size=3),
     st.none() | st.text(max_size=2) | st.integers(0, 9),
 )
+PLAIN = st.tuples(st.integers(0, 2), st.builds(SampledToken, st.integers(0, 3)), st.text(max_size=2), st.just(""))
+CACHED = st.integers(0, 2)
 SENT = st.just(None)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(APPENDED | ENDS.map(list) | SENT, max_size=40))
-def test_logs_are_the_same_on_both_sides(events: list[object]) -> None:
-    one = Generation("r", [1, 2], 3, lambda: None, 0.0)
-    other = Generation("r", [1, 2], 3, lambda: None, 0.0)
-    teller = Teller(7, one)
-    told = False
+@given(st.sampled_from([1, 1, 3]), st.lists(APPENDED | PLAIN | ENDS.map(list) | SENT | CACHED, max_size=40))
+def test_logs_are_the_same_on_both_sides(n: int, events: list[object]) -> None:
+    one = Generation("r", [1, 2], n, lambda: None, 0.0)
+    other = Generation("r", [1, 2], n, lambda: None, 0.0)
+    teller, tokens = Teller(7, one), PlainTokens()
     for event in [*events, None]:
         if event is None:
-            told = told or teller.done
-            news = pickle.loads(pickle.dumps(teller.news()))
-            assert news[0] == 7 and news[4] == one.finished
-            hear(other, news)
+            sent: tuple[Usual, list[News]] = (([], [], []), [])
+            teller.tell(*sent)
+            usual, news = pickle.loads(pickle.dumps(sent))
+            assert (usual[0] or [news[0][0]]) == [7] and len(usual[0]) + len(news) == 1
+            assert one.finished == (news != [] and news[0][4]) == teller.done
+            hear_usual({7: other}, usual, tokens)
+            for item in news:
+                hear(other, item, tokens)
             assert other.logs == one.logs and other.finished == one.finished
+            assert other.num_cached_tokens == one.num_cached_tokens and other.timings == one.timings
             continue
-        log = one.logs[event[0]]  # type: ignore[index]
+        if isinstance(event, int):
+            one.num_cached_tokens = event
+            continue
+        log = one.logs[event[0] % n]  # type: ignore[index]
         if log.finish_reason is not None:
             continue
         if isinstance(event, tuple):
@@ -55,9 +65,72 @@ def test_logs_are_the_same_on_both_sides(events: list[object]) -> None:
             log.tokens.append(token)
             log.pieces.append(piece)
             log.held = held
+            one.timings.first_token = one.timings.first_token or 5.0
         else:
             _, log.finish_reason, log.tail, log.stop_reason = event  # type: ignore[misc]
             log.error, log.error_status = "why", 503
+
+
+def _held(g: Generation) -> None:
+    g.logs[0].held = "<"
+
+
+def _cached(g: Generation) -> None:
+    g.num_cached_tokens = 16
+
+
+def _probable(g: Generation) -> None:
+    g.logs[0].tokens[-1].logprob = -0.5
+
+
+def _two(g: Generation) -> None:
+    g.logs[0].tokens.append(SampledToken(9))
+    g.logs[0].pieces.append("z")
+
+
+def _end(g: Generation) -> None:
+    g.logs[0].finish_reason, g.logs[0].tail = "length", "?"
+
+
+@pytest.mark.parametrize("change", [None, _held, _cached, _probable, _two, _end])
+def test_whatever_is_new_beside_the_usual_token_is_told(change: Callable[[Generation], None] | None) -> None:
+    one, other = (Generation("r", [1], 1, lambda error, status: None, 0.0) for _ in range(2))
+    one.timings.first_token = 1.0
+    teller, tokens = Teller(3, one), PlainTokens()
+    for step in range(5):
+        one.logs[0].tokens.append(SampledToken(step))
+        one.logs[0].pieces.append(f"<{step}")
+        if step == 2 and change is not None:
+            change(one)
+        elif step == 3:
+            one.logs[0].held = ""
+        usual: Usual = ([], [], [])
+        news: list[News] = []
+        teller.tell(usual, news)
+        hear_usual({3: other}, usual, tokens)
+        for item in news:
+            hear(other, item, tokens)
+        assert other.logs == one.logs and other.num_cached_tokens == one.num_cached_tokens
+        assert len(usual[0]) == (step > 0 and (change is None or step not in ((2, 3) if change is _held else (2,))))
+        if one.finished:
+            break
+
+
+def test_news_of_several_choices_keep_them_apart() -> None:
+    one, other = (Generation("r", [1], 2, lambda error, status: None, 0.0) for _ in range(2))
+    one.timings.first_token = 1.0
+    teller, tokens = Teller(3, one), PlainTokens()
+    for step in range(4):
+        for log in one.logs:
+            log.tokens.append(SampledToken(step + log.index))
+            log.pieces.append("x")
+        usual: Usual = ([], [], [])
+        news: list[News] = []
+        teller.tell(usual, news)
+        hear_usual({3: other}, usual, tokens)
+        for item in news:
+            hear(other, item, tokens)
+        assert other.logs == one.logs
 
 
 def test_a_choice_that_ended_here_hears_nothing_more() -> None:
@@ -68,7 +141,7 @@ def test_a_choice_that_ended_here_hears_nothing_more() -> None:
         log.tokens.append(SampledToken(5))
         log.pieces.append("x")
         log.finish_reason = "length"
-    hear(other, teller.news())
+    hear(other, teller.news(), PlainTokens())
     assert (other.logs[0].tokens, other.logs[0].finish_reason) == ([], "abort")
     assert (other.logs[1].token_ids, other.logs[1].text, other.logs[1].finish_reason) == ([5], "x", "length")
 
