@@ -8,6 +8,7 @@ from pydantic import Field
 
 from chatsvc.api.answers_schema import Shape, Timings
 from chatsvc.api.openapi import GENERATING, PLAIN, Operation
+from chatsvc.api.responses_items import ITEMS_LIMIT, ITEMS_MAX
 from chatsvc.api.responses_schema import ResponseRequest
 
 STORE = {503: "The session store cannot answer; Retry-After says when to come back"}
@@ -261,7 +262,7 @@ RESPONSE_OPERATIONS = (
         answer=ItemList,
         errors=MISSING | STORE | {400: PLAIN[400]},
         query={
-            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+            "limit": {"type": "integer", "minimum": 1, "maximum": ITEMS_MAX, "default": ITEMS_LIMIT},
             "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
             "after": {"type": "string"},
         },

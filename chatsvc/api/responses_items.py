@@ -11,6 +11,9 @@ from chatsvc.sessions.base import Message, Session
 
 Item = dict[str, Any]
 
+ITEMS_LIMIT = 20  # of a page, when nothing is said
+ITEMS_MAX = 100
+
 
 def input_items(session: Session, answer: Message) -> list[Item]:
     """Oldest first: of every response before this one its input and output, and then the input of this one."""

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from chatsvc.api.middleware import request_info
 from chatsvc.api.responses_delete import is_deleted, without
-from chatsvc.api.responses_items import input_items, page
+from chatsvc.api.responses_items import ITEMS_LIMIT, ITEMS_MAX, input_items, page
 from chatsvc.api.responses_object import Settings, kept_in, response_of
 from chatsvc.api.responses_run import Readers, Run
 from chatsvc.api.services import Services
@@ -16,9 +16,6 @@ from chatsvc.api.turn import Key
 from chatsvc.api.turns import Turns
 from chatsvc.errors import InvalidRequest, NotFound
 from chatsvc.sessions.base import Message, Session, SessionStore
-
-ITEMS_LIMIT = 20
-ITEMS_MAX = 100
 
 
 class StoredResponses:

@@ -22,8 +22,13 @@ from chatsvc.sessions.memory import MemoryStore
 
 
 @pytest.fixture(scope="module")
-def _served() -> Iterator[Server]:
-    with Server(ApiSettings(ping_interval=0.2, resume_grace=0.3), store=MemoryStore(3600)) as server:
+def store() -> MemoryStore:
+    return MemoryStore(3600)
+
+
+@pytest.fixture(scope="module")
+def _served(store: MemoryStore) -> Iterator[Server]:
+    with Server(ApiSettings(ping_interval=0.2, resume_grace=0.3), store=store) as server:
         yield server
 
 
@@ -94,6 +99,29 @@ def test_the_past_of_a_living_response_is_told_and_goes_with_it(
             shown = [m["content"] for m in http.get(url).json()["messages"] if m["role"] == "user"]
             assert shown == ["one", "two", "three"][: max(left) + 1]
     assert http.get(url).status_code == 404
+
+
+def test_two_deletions_at_once_leave_nothing_behind(
+    api: Any, server: Server, http: httpx.Client, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes the other response of a session at the same moment: neither knows of the other."""
+    first = api.create(input="one")
+    second = api.create(input="two", previous_response_id=first.id)
+    rewrite = store.rewrite
+
+    async def at_the_same_time(tenant: str, session_id: str, messages: list[Message]) -> None:
+        monkeypatch.undo()
+        session = await store.get(tenant, session_id)
+        assert session is not None
+        theirs = without(session, "msg_" + first.id[37:])
+        await rewrite(tenant, session_id, messages)
+        await rewrite(tenant, session_id, theirs.changed)
+
+    monkeypatch.setattr(store, "rewrite", at_the_same_time)
+    api.delete(second.id)
+    for made in (first, second):
+        gone(api, made.id)
+    assert http.get(f"/v1/sessions/{session_of(first.id)}").status_code == 404
 
 
 def test_one_that_is_being_made_ends(api: Any, server: Server, http: httpx.Client) -> None:
@@ -197,6 +225,11 @@ def test_pages(api: Any, http: httpx.Client, limit: int, order: Any) -> None:
     ItemList.model_validate(page)
     assert (len(page["data"]), page["has_more"]) == (min(limit, 7), limit < 7)
     assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+    for taken in range(1, 7):
+        query = {"limit": limit, "order": order, "after": found[taken - 1].id}
+        page = http.get(f"/v1/responses/{made.id}/input_items", params=query).json()
+        assert [i["id"] for i in page["data"]] == [i.id for i in found[taken : taken + limit]]
+        assert page["has_more"] == (taken + limit < 7)
     end = http.get(f"/v1/responses/{made.id}/input_items", params={"order": order, "after": found[-1].id}).json()
     assert end == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
