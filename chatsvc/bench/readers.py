@@ -11,6 +11,7 @@ The client is raw sockets in a process of its own, and its CPU time is counted a
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -231,6 +232,7 @@ async def run(
     tokens = int((seconds + SETTLE + 2 + readers / 40) * rate)
     flags = ["--executor", "simulated", "--simulated-text", "clock", "--simulated-step-ms", f"{1000 / rate:g}"]
     flags += ["--simulated-token-ms", "0", "--session-store", "memory://", "--engine", engine]
+    flags += ["--steps-in-flight", "2"]  # as on a device whose next step waits for it: the rate is the readers' then
     flags += [
         "--max-num-seqs",
         str(share),
@@ -245,8 +247,11 @@ async def run(
         try:
             for server in started:
                 await server.ready()
+            gc.collect()
+            gc.disable()  # a pause of this process would be age
             return await _measure(alphabet, started, readers, stopping, tokens, seconds, engine)
         finally:
+            gc.enable()
             for server in started:
                 server.close()
 

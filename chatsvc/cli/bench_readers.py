@@ -42,9 +42,10 @@ def command(
     tokenizer = load_tokenizer(resolve("smollm2-135m"))
     ids = clock_tokens(tokenizer.vocab_size, tokenizer.token_bytes, tokenizer.is_special)
     alphabet = {tokenizer.token_bytes(token): i for i, token in enumerate(ids)}
-    click.echo("age of text: ms; cpu: cores; memory: MiB of all server processes, before and after")
+    click.echo("age of text: ms; cpu: cores, and us for a token that a reader got; memory: MiB of all server processes")
     click.echo(
-        "readers stopped servers engine   tok/s frames/s  age p50   p99   max  api cpu engine client  memory     faults"
+        "readers stopped servers engine   tok/s frames/s  age p50   p99   max  api cpu    us engine    us client  "
+        "memory     faults"
     )
     results = []
     for count in counts:
@@ -61,9 +62,11 @@ def command(
                 )
             )
             results.append(r)
+            each = 1e6 * r.servers / max(1.0, r.rate * (r.readers - r.stopped))
             click.echo(
                 f"{r.readers:7} {r.stopped:7} {r.servers:7} {r.engine:8} {r.rate:5.1f} {r.frames:8.1f} {r.p50:8.0f} "
-                f"{r.p99:5.0f} {r.most:5.0f} {r.api_cpu:8.2f} {r.engine_cpu:6.2f} {r.client_cpu:6.2f} "
+                f"{r.p99:5.0f} {r.most:5.0f} {r.api_cpu:8.2f} {r.api_cpu * each:5.1f} {r.engine_cpu:6.2f} "
+                f"{r.engine_cpu * each:5.1f} {r.client_cpu:6.2f} "
                 f"{r.memory_before / 2**20:5.0f} {r.memory_after / 2**20:5.0f} {len(r.faults):6}"
             )
             for fault in r.faults:

@@ -233,9 +233,13 @@ class AsyncEngine(Admission):
                 raise
 
     async def _step(self) -> None:
-        """Keep the executor busy, then turn the last step's tokens into text, then wait for the oldest step."""
-        self._submit()
-        self._publish_news()
+        """Keep the executor busy, turn the last step's tokens into text, then wait for the oldest step."""
+        if self._in_flight:  # the executor has something to do: readers first
+            self._publish_news()
+            self._submit()
+        else:
+            self._submit()
+            self._publish_news()
         if not self._in_flight:
             return
         plan, future = self._in_flight[0]

@@ -52,6 +52,15 @@ async def test_a_step_is_planned_while_the_one_before_it_runs_but_never_two() ->
         assert generation.logs[0].token_ids == rig.solo(PROMPTS[0], 9)
 
 
+async def test_readers_come_before_the_next_plan_while_a_step_runs() -> None:
+    async with Rig(steps_in_flight=2) as rig:
+        readable: list[int] = []
+        generation = rig.generate(PROMPTS[0], max_tokens=6)
+        rig.executor.watch = lambda plan: readable.append(len(generation.logs[0].tokens))
+        await generation.wait()
+        assert readable == [0, 0, 1, 2, 3, 4], "at the submission of each step"
+
+
 @pytest.mark.parametrize("ends", ["eos", "stop", "length"])
 async def test_an_end_found_while_the_next_step_runs_is_the_end(ends: str) -> None:
     """The step that was planned too much makes a token that nobody sees, and its block is not given away before."""
