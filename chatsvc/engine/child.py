@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -254,5 +255,6 @@ if __name__ == "__main__":
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     die_with(int(sys.argv[2]))
+    gc.disable()  # until all is loaded: see settle
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     asyncio.run(main(socket.socket(fileno=int(sys.argv[1]))))
