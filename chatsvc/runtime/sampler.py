@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from chatsvc.scheduler.plan import SampledToken, SamplingRow
 # Below it a distribution has collapsed onto its mode for every float32 logit gap that matters; dividing by it would
 # only make infinities.
 GREEDY_BELOW = 1e-5
+# Candidates that top_p looks at first: those at least so likely as the best times this.
+SLIGHT = 1e-3
 # Candidates that top_p looks at before it sorts the whole vocabulary.
 TOP_P_CANDIDATES = 256
 
@@ -85,16 +87,26 @@ def draw(logits: torch.Tensor, row: SamplingRow) -> int:
 
 def _head(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """The weights that top_k and top_p keep, heaviest first."""
-    size = weights.shape[0]
-    head = weights.topk(min(top_k or TOP_P_CANDIDATES, size)).values
-    if top_p >= 1.0:
-        return head
-    total = float((head if top_k else weights).sum())
+    if top_k:
+        head = weights.topk(min(top_k, weights.shape[0])).values
+        return head if top_p >= 1.0 else _nucleus(head, top_p * float(head.sum()))
+    least = top_p * float(weights.sum())
+    for head in _heads(weights):
+        if float(head.sum()) > least * (1 + 1e-9):  # the running sums below may round otherwise
+            return _nucleus(head, least)
+    return _nucleus(_sorted(weights), least)
+
+
+def _heads(weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    """More and more of the heaviest weights, heaviest first. The largest one is 1."""
+    yield _sorted(weights[weights >= SLIGHT])  # a few, as a rule, and found faster than the next
+    yield weights.topk(min(TOP_P_CANDIDATES, weights.shape[0])).values
+
+
+def _nucleus(head: torch.Tensor, least: float) -> torch.Tensor:
+    """The fewest of ``head`` whose sum reaches ``least``."""
     mass = head.cumsum(0)
-    if not top_k and float(mass[-1]) < top_p * total:
-        head = _sorted(weights)
-        mass = head.cumsum(0)
-    return head[: max(1, int((mass - head < top_p * total).sum()))]
+    return head[: max(1, int((mass - head < least).sum()))]
 
 
 def _sorted(weights: torch.Tensor) -> torch.Tensor:
@@ -145,7 +157,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    best, greedy = (x.tolist() for x in logits.max(dim=1))
+    best, greedy = _best(logits)
     out: list[SampledToken | str] = []
     # The one loop over the batch: rows that only want the best token cost nothing here.
     for i, row in enumerate(rows):
@@ -155,6 +167,16 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         except Exception as e:  # one row's fault stays its own
             out.append(f"sampling failed: {type(e).__name__}: {e}")
     return out
+
+
+def _best(logits: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Each row's largest logit (NaN if it has one) and the first place where it stands."""
+    if logits.device.type == "cpu":  # numpy's argmax takes a fifth of the time of torch's
+        values = logits.numpy()
+        at = values.argmax(axis=1)
+        return values[np.arange(len(at)), at].tolist(), at.tolist()
+    best, at = logits.max(dim=1)
+    return best.tolist(), at.tolist()
 
 
 def continuations(logits: torch.Tensor, row: SamplingRow) -> SampledToken:
