@@ -52,7 +52,8 @@ class SharedQuotas(Protocol):
         Args:
             place: an unguessable name of the place that is wanted among those that run; "": none is.
 
-        Returns: None when the store does not answer soon; then nothing was taken, or what was is given back.
+        Returns: None when the store does not answer soon. What it takes late is given back when it says so; when its
+            answer is lost, the place is free after its lease, and the rest stays taken.
         """
         ...
 

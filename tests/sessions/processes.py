@@ -19,11 +19,11 @@ MAIN = "from chatsvc.cli.main import main; main()"
 
 
 class Process:
-    """A server on a free port."""
+    """A server on a free port. ``before``: Python that runs first in its process."""
 
-    def __init__(self, folder: Path, name: str, *flags: str) -> None:
+    def __init__(self, folder: Path, name: str, *flags: str, before: str = "") -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("CHATSVC_")}
-        command = [sys.executable, "-c", MAIN, "serve", "--executor", "simulated", "--port", "0", *flags]
+        command = [sys.executable, "-c", before + MAIN, "serve", "--executor", "simulated", "--port", "0", *flags]
         self.log = folder / f"{name}.log"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, env=env, cwd=folder, stdout=out, stderr=out)

@@ -159,20 +159,20 @@ async def test_places_are_counted_together_and_a_dead_process_frees_its_own(
         assert verdict is not None and verdict.taken != verdict.busy
         return verdict.taken
 
-    async with quotas(redis_server.url, lease=1.0) as (one, _), quotas(redis_server.url, lease=1.0) as (two, _):
+    async with quotas(redis_server.url, lease=2.0) as (one, _), quotas(redis_server.url, lease=2.0) as (two, _):
         assert [await enter(one, "a"), await enter(one, "b"), await enter(two, "c")] == [True] * 3
         assert not await enter(one, "d") and not await enter(two, "d")
         one.settle("k", limits, "a", 0, 7)
         await settled(one)
         assert await enter(two, "d") and not await enter(two, "e")
-        await asyncio.sleep(2.5)  # leases are renewed
+        await asyncio.sleep(4.5)  # leases are renewed
         assert not await enter(one, "e") and not await enter(two, "e")
         assert one._heart is not None
         one._heart.cancel()  # as good as dead
         async with asyncio.timeout(20):
             while not await enter(two, "e"):
                 await asyncio.sleep(0.05)
-        assert await client.zrange(_keys("k")[1], 0, -1) == ["c", "d", "e"]
+        assert sorted(await client.zrange(_keys("k")[1], 0, -1)) == ["c", "d", "e"]
 
 
 async def test_what_is_judged_alone_is_what_this_process_took(tmp_path: Any) -> None:
@@ -180,7 +180,7 @@ async def test_what_is_judged_alone_is_what_this_process_took(tmp_path: Any) -> 
     server.start()
     limits = Limits(5, None, 4)
     async with quotas(server.url, lease=2.0) as (shared, failed), quotas(server.url) as (other, _):
-        accounts = Quotas(shared=shared)
+        accounts = Quotas(lambda: 10**15, shared)  # by itself it never gets anything back
         running = [accounts.ticket("k", limits) for _ in range(2)]
         for ticket in running:
             await ticket.enter(1)
@@ -217,16 +217,16 @@ async def test_a_slow_redis_is_waited_for_once_and_what_it_took_late_is_given_ba
     limits = Limits(60, 6000, 2)
     async with DelayProxy(redis_server.port) as proxy:
         url = redis_server.url.replace(str(redis_server.port), str(proxy.port))
-        async with quotas(url, deadline=0.2) as (shared, failed):
+        async with quotas(url, deadline=1.0) as (shared, failed):
             first = await shared.take("k", limits, "a", 1, 100)
             assert first is not None and first.taken
-            proxy.delay = 0.6
+            proxy.delay = 1.5  # later than the deadline, sooner than the connection is given up
             assert await shared.take("k", limits, "b", 1, 1000) is None and failed.count == 1
             began = time.monotonic()
             for _ in range(50):
                 assert await shared.take("k", limits, "c", 1, 1000) is None
             assert failed.count == 51
-            assert time.monotonic() - began < 5  # fifty deadlines would be ten seconds
+            assert time.monotonic() - began < 25  # fifty deadlines would be fifty seconds
             async with asyncio.timeout(20):
                 while await client.zrange(_keys("k")[1], 0, -1) != ["a"]:
                     await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.timeout(180)
 
 KEY = "sk-test-" + "0123456789abcdef" * 3
 BODY = {"prompt": "hi", "max_tokens": 2, "ignore_eos": True}
+# A busy machine is no Redis that is away.
+PATIENT = "from chatsvc.sessions.redis_quotas import RedisQuotas as Q; Q.__init__.__kwdefaults__['deadline'] = 30.0; "
 LONG = {**BODY, "max_tokens": 4000, "stream": True}
 
 
@@ -32,7 +35,8 @@ async def servers(folder: Path, engine: str = "thread", **limits: int) -> AsyncI
     lines = ["[[key]]", 'name = "ann"', f'sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"']
     (folder / "keys.toml").write_text("\n".join([*lines, *(f"{k} = {v}" for k, v in limits.items())]))
     flags = ["--session-store", redis.url, "--api-key-file", "keys.toml", "--engine", engine]
-    made = [Process(folder, name, *flags, "--simulated-step-ms", "20") for name in ("one", "two")]
+    flags += ["--simulated-step-ms", "20"]
+    made = [Process(folder, name, *flags, before=PATIENT) for name in ("one", "two")]
     try:
         for process in made:
             await asyncio.to_thread(process.wait)
@@ -66,10 +70,11 @@ async def read(http: httpx.AsyncClient, began: asyncio.Event, told: list[str]) -
 @pytest.mark.parametrize("engine", ["thread", "process"])
 async def test_requests_are_counted_together(tmp_path: Path, engine: str) -> None:
     async with servers(tmp_path, engine, requests_per_minute=7) as (_, _, _, a, b):
+        began = time.monotonic()
         answers = await asyncio.gather(*(ask(http) for http in [a, b] * 10))
-        # The minute goes on while they are asked: a busy machine may see one more refilled.
+        refilled = int((time.monotonic() - began) * 7 / 60) + 1  # at most
         counts = Counter(r.status_code for r in answers)
-        assert counts[200] in (7, 8) and counts[200] + counts[429] == 20
+        assert 7 <= counts[200] <= 7 + refilled and counts[200] + counts[429] == 20
         refused = next(r for r in answers if r.status_code == 429)
         assert refused.headers["x-ratelimit-limit-requests"] == "7" and int(refused.headers["retry-after"]) <= 9
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
