@@ -77,7 +77,9 @@ class ServeConfig(BaseModel):
     host_kv_memory: ByteSize = _field(ByteSize(0), "Memory", "swap space and host tier, e.g. 1GiB")
     disk_cache_dir: Path | None = _field(None, "Memory", "directory in which hot prefixes survive a restart [none]")
     disk_cache_size: ByteSize = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field("auto", "Memory", "auto: as --dtype")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
+        "auto", "Memory", "auto: as --dtype; 16 bits take half the memory, and are not exact"
+    )
     prefix_caching: bool = _field(True, "Memory", "share KV blocks between equal prefixes")
     keep_shared_prefixes: Seconds = _field(
         0.0, "Memory", "prefixes shared by many requests stay that long after their last use, e.g. 1h; 0: as all others"
@@ -136,7 +138,6 @@ class ServeConfig(BaseModel):
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"--block-size {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         later = {
-            f"--kv-cache-dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", self.dtype),
             f"--speculative {self.speculative}": self.speculative != "none" or self.draft_model is not None,
             "--tensor-parallel-size": self.tensor_parallel_size != 1,
         }

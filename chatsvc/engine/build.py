@@ -45,6 +45,24 @@ def dtype_of(config: ServeConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def kv_dtype_of(config: ServeConfig, dtype: torch.dtype) -> torch.dtype:
+    """What the KV pool keeps; ``auto``: the model's ``dtype``.
+
+    Raises: ConfigError for kernels that cannot read the one beside the other.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    kept = getattr(torch, config.kv_cache_dtype)
+    assert isinstance(kept, torch.dtype)
+    if kept != dtype and config.attention_backend == "triton":
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} beside --dtype {kind} is done by the attention backends cpu and "
+            "torch, not by triton"
+        )
+    return kept
+
+
 def build(config: ServeConfig) -> Built[AsyncEngine]:
     """Everything that can be found wrong without reading weights is found here.
 
@@ -94,6 +112,7 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
     local = LocalConfig(
         block_size=config.block_size,
         kv_cache_memory=config.kv_bytes,
+        kv_dtype=kv_dtype_of(config, dtype),
         num_blocks=config.num_kv_blocks,
         host_kv_memory=int(config.host_kv_memory),
         max_model_len=config.max_model_len,
@@ -102,7 +121,8 @@ def _local(config: ServeConfig, files: ModelFiles) -> Executor:
     )
     shape = load_config(files).shape
     blocks, _ = plan_capacity(local, shape, dtype, quiet=True)  # refuse what cannot fit before anything is loaded
-    if device.type == "cpu" and (pool := blocks * kv.block_bytes(shape, config.block_size, dtype)) > usable_memory():
+    pool = blocks * kv.block_bytes(shape, config.block_size, local.kv_dtype or dtype)
+    if device.type == "cpu" and pool > usable_memory():
         flag = "--num-kv-blocks" if config.num_kv_blocks is not None else "--kv-cache-memory"
         raise ConfigError(
             f"the KV pool would take {pool / 2**30:.1f} GiB, but {usable_memory() / 2**30:.1f} GiB of memory are "

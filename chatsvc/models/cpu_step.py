@@ -9,7 +9,7 @@ import torch
 from chatsvc.models.attention.base import KVCache, StepLayout
 from chatsvc.models.cpu_weights import KINDS, Weights
 from chatsvc.models.rotary import Rotary
-from kernels.cpu.library import Library, Model, Sequences, Shape
+from kernels.cpu.library import KEPT, Library, Model, Sequences, Shape
 
 
 class CpuModel:
@@ -68,9 +68,10 @@ class CpuModel:
     def step(
         self, ids: Sequence[int], positions: Sequence[int], layout: StepLayout, wanted: list[int], cache: KVCache
     ) -> torch.Tensor:
-        """See :class:`chatsvc.models.attention.base.FusedModel`. The pool is float32, contiguous, on the CPU."""
+        """See :class:`chatsvc.models.attention.base.FusedModel`. The pool is one of the kernels' kinds, contiguous, on
+        the CPU."""
         data = cache.data
-        assert data.dtype == torch.float32 and data.is_contiguous() and data.device.type == "cpu"
+        assert data.dtype in KEPT and data.is_contiguous() and data.device.type == "cpu"
         if not self._stepped:  # whoever loaded the weights has dropped them by now
             self._library.ck_trim()
             self._stepped = True

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class LocalConfig:
     """Attributes:
+    kv_dtype: what the pool and the host tier keep; None: the model's dtype.
     num_blocks: usable blocks, or None: as many as ``kv_cache_memory`` bytes hold.
     max_model_len: None: the model's, lowered to what the pool holds for one sequence.
     host_kv_memory: bytes of the host tier; 0: none.
@@ -39,16 +40,18 @@ class LocalConfig:
     host_kv_memory: int = 0
     max_step_seconds: float = 0.25
     measure: bool = True
+    kv_dtype: torch.dtype | None = None
 
 
 def plan_capacity(
     config: LocalConfig, shape: ModelShape, dtype: torch.dtype, *, quiet: bool = False
 ) -> tuple[int, int]:
-    """(number of blocks, max_model_len). ``quiet``: without the warning that max_model_len is lowered.
+    """(number of blocks, max_model_len). ``dtype``: of the model. ``quiet``: without the warning that max_model_len is
+    lowered.
 
     Raises: ConfigError with the numbers when an explicit max_model_len, or anything at all, cannot fit.
     """
-    per_block = kv.block_bytes(shape, config.block_size, dtype)
+    per_block = kv.block_bytes(shape, config.block_size, config.kv_dtype or dtype)
     blocks = config.num_blocks if config.num_blocks is not None else config.kv_cache_memory // per_block
     if config.num_blocks is not None and blocks < 1:
         raise ConfigError(f"--num-kv-blocks {blocks}: at least 1 is needed")
@@ -108,12 +111,14 @@ class LocalExecutor:
         began = time.perf_counter()
         model, backend = self._load()
         blocks, max_model_len = plan_capacity(self.config, model.shape, model.dtype)
-        cache = kv.allocate(model.shape, blocks, self.config.block_size, model.dtype, model.device)
-        host_blocks = self.config.host_kv_memory // kv.block_bytes(model.shape, self.config.block_size, model.dtype)
+        kept = self.config.kv_dtype or model.dtype
+        per_block = kv.block_bytes(model.shape, self.config.block_size, kept)
+        cache = kv.allocate(model.shape, blocks, self.config.block_size, kept, model.device)
+        host_blocks = self.config.host_kv_memory // per_block
         host = None
         if host_blocks:
             cpu = torch.device("cpu")
-            host = kv.allocate(model.shape, host_blocks, self.config.block_size, model.dtype, cpu)
+            host = kv.allocate(model.shape, host_blocks, self.config.block_size, kept, cpu)
         runner = self.runner = ModelRunner(model, backend, cache, host)
         loaded = time.perf_counter()
         short, per_token = self._measure(runner, max_model_len) if self.config.measure or host else (0.0, 0.0)
@@ -121,12 +126,13 @@ class LocalExecutor:
         if self.config.measure:
             tokens_per_step = max(16, min(8192, int((self.config.max_step_seconds - short) / per_token)))
         log.info(
-            "model loaded in %.2f s, measured in %.2f s: attention %s, %d blocks of %d tokens, %d tokens a step",
+            "model loaded in %.2f s, measured in %.2f s: attention %s, %d blocks of %d tokens in %s, %d tokens a step",
             loaded - began,
             time.perf_counter() - loaded,
             backend.name,
             blocks,
             self.config.block_size,
+            str(kept).removeprefix("torch."),
             tokens_per_step,
         )
         return KVCapacity(
@@ -137,8 +143,8 @@ class LocalExecutor:
             num_host_blocks=host_blocks,
             token_seconds=per_token,
             block_seconds=self._measure_move(runner) if host is not None else 0.0,
-            block_bytes=kv.block_bytes(model.shape, self.config.block_size, model.dtype),
-            layout=f"{model.dtype} {list(cache.data.shape[1:])} {backend.name} {model.device.type}",
+            block_bytes=per_block,
+            layout=f"{model.dtype} in {kept} {list(cache.data.shape[1:])} {backend.name} {model.device.type}",
         )
 
     def _measure_move(self, runner: ModelRunner) -> float:

@@ -2,8 +2,8 @@
 
 Every figure stands beside its limit, max(bytes / read bandwidth, float32 operations / float32 rate, int8 operations /
 twice that rate), both rates measured in the same run with torch on the same threads. Bytes are what a step cannot avoid
-reading: the weights as they are packed, and float32 keys and values. Weights are random: what is measured does not
-depend on them.
+reading: the weights as they are packed, and keys and values as the pool keeps them. Weights are random: what is
+measured does not depend on them.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Work:
     attention: float
 
     @classmethod
-    def of(cls, shape: Shape, tokens: int, rows: int, keys: int, read: int) -> Work:
-        """``keys``: summed over the step's queries; ``read``: over its sequences."""
+    def of(cls, shape: Shape, tokens: int, rows: int, keys: int, read: int, kept: torch.dtype) -> Work:
+        """``keys``: summed over the step's queries; ``read``: over its sequences. ``kept``: what the pool keeps."""
         layer = shape.hidden * ((2 * shape.heads + 2 * shape.kv_heads) * shape.dim + 3 * shape.intermediate)
         return cls(
-            4.0 * read * shape.layers * 2 * shape.kv_heads * shape.dim,
+            float(kept.itemsize) * read * shape.layers * 2 * shape.kv_heads * shape.dim,
             2.0 * (tokens * shape.layers * layer + rows * shape.vocab * shape.hidden),
             4.0 * keys * shape.layers * shape.heads * shape.dim,
         )
@@ -109,10 +109,10 @@ class Work:
 class Steps:
     """Calls of one model on one pool."""
 
-    def __init__(self, model: Model, tokens: int) -> None:
+    def __init__(self, model: Model, tokens: int, kept: torch.dtype = torch.float32) -> None:
         shape = model.shape
         self.model = model
-        self.pool = torch.zeros(tokens // BLOCK + 2, shape.layers, 2, BLOCK, shape.kv_heads, shape.dim)
+        self.pool = torch.zeros(tokens // BLOCK + 2, shape.layers, 2, BLOCK, shape.kv_heads, shape.dim, dtype=kept)
         angles = torch.arange(8192)[:, None] * 10000.0 ** -(torch.arange(0, shape.dim, 2) / shape.dim)
         self.angles = torch.cat((angles.cos(), angles.sin()), dim=1)
 
@@ -125,7 +125,8 @@ class Steps:
         step = Sequences([queries] * sequences, [length] * sequences, tables, slots)
         ids = [(7 * i) % self.model.shape.vocab for i in range(queries * sequences)]
         wanted = [queries * (i + 1) - 1 for i in range(sequences)]
-        work = Work.of(self.model.shape, len(ids), sequences, sum(p + 1 for p in positions), sequences * length)
+        keys, read = sum(p + 1 for p in positions), sequences * length
+        work = Work.of(self.model.shape, len(ids), sequences, keys, read, self.pool.dtype)
         return lambda: self.model.forward(step, ids, positions, wanted, self.angles, self.pool), work
 
 
@@ -139,6 +140,8 @@ STEPS = (
     ("prefill, 512 tokens", 512, 1, 512),
     ("prefill, last 64 of 2048", 64, 1, 2048),
 )
+LONG = [step for step in STEPS if step[3] >= 512]  # where the pool's numbers decide
+POOLS = ((torch.float32, STEPS), (torch.bfloat16, LONG), (torch.float16, LONG))
 
 
 def main() -> None:
@@ -160,19 +163,21 @@ def main() -> None:
         f"{library.simd}, int8 by {library.whole_simd}, {options.threads} threads, weights in {options.weights}: reads "
         f"{bandwidth / 1e9:.1f} GB/s, float32 {rate / 1e9:.0f} GFLOP/s, load average {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'products':<9} {'step':<30} {'ms':>8} {'limit ms':>9} {'share':>6} {'tokens/s':>9}")
+    print(f"{'products':<9} {'KV':<9} {'step':<30} {'ms':>8} {'limit ms':>9} {'share':>6} {'tokens/s':>9}")
     for whole in (False, True):
         model = random_model(library, SHAPE, options.threads, options.weights, whole)
-        steps = Steps(model, 64 * 512)
-        for name, queries, sequences, length in STEPS:
-            step, work = steps(queries, sequences, length)
-            seconds = best(step, options.tries, clock)
-            limit = work.limit(model.weight_bytes, bandwidth, rate, whole)
-            print(
-                f"{'int8' if whole else 'float32':<9} {name:<30} {seconds * 1e3:8.1f} {limit * 1e3:9.1f} "
-                f"{limit / seconds:6.0%} {queries * sequences / seconds:9.0f}",
-                flush=True,
-            )
+        for kept, wanted in POOLS:
+            steps = Steps(model, 64 * 512, kept)
+            for name, queries, sequences, length in wanted:
+                step, work = steps(queries, sequences, length)
+                seconds = best(step, options.tries, clock)
+                limit = work.limit(model.weight_bytes, bandwidth, rate, whole)
+                print(
+                    f"{'int8' if whole else 'float32':<9} {str(kept).removeprefix('torch.'):<9} {name:<30} "
+                    f"{seconds * 1e3:8.1f} {limit * 1e3:9.1f} {limit / seconds:6.0%} "
+                    f"{queries * sequences / seconds:9.0f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

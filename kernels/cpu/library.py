@@ -1,7 +1,7 @@
 """The compiled library as Python objects. Calls release the interpreter lock; one thread uses an object at a time.
 
-Arguments are tensors in and tensors out: float32, on the CPU, innermost dimension contiguous. Nothing here is checked
-twice: shapes are the caller's business once a model or a backend has been made.
+Arguments are tensors in and tensors out: float32 (a KV pool may keep 16 bits), on the CPU, innermost dimension
+contiguous. Nothing here is checked twice: shapes are the caller's business once a model or a backend has been made.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_model_bytes": (_L, [_P]),
     "ck_model_norms": (None, [_P, _L, _P, _P, _P, _P]),
     "ck_model_finish": (None, [_P, _P, _I]),
-    "ck_model_forward": (_I, [_P, _P, _L, _L, _L, _P, _P, _L, _P]),
+    "ck_model_forward": (_I, [_P, _P, _L, _L, _L, _P, _P, _I, _L, _P]),
     "ck_attention_new": (_P, [_I]),
     "ck_attention_free": (None, [_P]),
-    "ck_attention": (_I, [_P, _P, _L, _L, _P, _L, _P, _L, _P, _L, _P, _P, _L, _F, _P]),
+    "ck_attention": (_I, [_P, _P, _L, _L, _P, _L, _P, _L, _P, _L, _P, _I, _P, _L, _F, _P]),
     "ck_linear": (_D, [_I, _P, _L, _I, _P, _P, _L, _L, _I, _P, _I]),
 }
 # As in matrix.h; and the bytes of a row of k numbers.
 SOURCES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 numbers
 _NUMBER_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+# What a pool may keep, as in attention.h.
+KEPT = (torch.float32, torch.float16, torch.bfloat16)
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _KINDS = ("qkv", "o", "gate_up", "down", "head", "embed")
 
@@ -231,7 +233,8 @@ class Attention:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """Write k, v [T, KV, D] to ``pool`` [N, layers, 2, block_size, KV, D], then fill out [T, H, D]."""
+        """Write k, v [T, KV, D] to ``pool`` [N, layers, 2, block_size, KV, D], one of :data:`KEPT`; then fill out
+        [T, H, D]. What a pool of 16 bits keeps is rounded once, to nearest; everything else is float32."""
         shape = array("q", (pool.shape[1], pool.shape[3], pool.shape[4], pool.shape[5], q.shape[1]))
         failed = self._lib.ck_attention(
             self._handle,
@@ -245,6 +248,7 @@ class Attention:
             v.data_ptr(),
             v.stride(0),
             pool.data_ptr(),
+            KEPT.index(pool.dtype),
             shape.buffer_info()[0],
             layer,
             scale,
@@ -326,7 +330,7 @@ class Model:
             ids, positions: [T].
             wanted: [R] ascending indices into T.
             angles: [P, D], P > every position: cos [D / 2], then sin [D / 2] of each position.
-            pool: [N, layers, 2, block_size, KV, D].
+            pool: [N, layers, 2, block_size, KV, D], one of :data:`KEPT`.
 
         Returns:
             [R, vocab] float32 logits.
@@ -344,6 +348,7 @@ class Model:
             len(wanted),
             angles.data_ptr(),
             pool.data_ptr(),
+            KEPT.index(pool.dtype),
             pool.shape[3],
             logits.data_ptr(),
         )

@@ -19,7 +19,7 @@ from chatsvc.models.cpu_weights import FileWeights, MemoryWeights, Weights
 from chatsvc.models.llama import LlamaModel
 from chatsvc.models.rotary import Rotary
 from chatsvc.models.weights import OpenModel
-from kernels.cpu.library import Attention, Library
+from kernels.cpu.library import KEPT, Attention, Library
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class CpuMeta:
 
 
 class CpuBackend:
-    """float32 on a CPU; other dtypes go to :class:`TorchBackend`, call by call.
+    """float32 on a CPU, over a pool of float32 or of 16 bits; what the kernels cannot read goes to
+    :class:`TorchBackend`, call by call.
 
     A request's logits have the same bits whatever runs beside it, whatever the block size, wherever chunks fell, with
     any number of threads (``contract``: Exactness).
@@ -96,10 +97,10 @@ class CpuBackend:
             return self._torch.forward(q, k, v, layer, cache, meta, scale)
         if self._attention is None:
             self._attention = Attention(self.library, self.threads)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty(q.shape)
         rows = (_rows(q), _rows(k), _rows(v))
         self._attention(meta.packed, meta.sequences, *rows, cache.data, layer, scale, out)
-        return out
+        return out.to(q.dtype)
 
 
 def _usable_cpus() -> int:
@@ -107,7 +108,7 @@ def _usable_cpus() -> int:
 
 
 def _served(data: torch.Tensor) -> bool:
-    return data.dtype == torch.float32 and data.device.type == "cpu" and data.is_contiguous()
+    return data.dtype in KEPT and data.device.type == "cpu" and data.is_contiguous()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -86,9 +86,10 @@ API void ck_model_finish(void* handle, const float* norm, int tied) {
     model.tied = tied != 0;
 }
 
-// ints: what `sequences` reads, then ids [T], positions [T], wanted [R]. Returns 0, or 1 when there is no memory.
+// ints: what `sequences` reads, then ids [T], positions [T], wanted [R]. kept: what the pages keep, as in attention.h.
+// Returns 0, or 1 when there is no memory.
 API int ck_model_forward(void* handle, const long* ints, long tokens, long count, long rows, const float* angles,
-                         float* pages, long block_size, float* logits) {
+                         void* pages, int kept, long block_size, float* logits) {
     auto& model = *static_cast<Model*>(handle);
     const Shape& shape = model.shape;
     Step step;
@@ -97,7 +98,7 @@ API int ck_model_forward(void* handle, const long* ints, long tokens, long count
     step.wanted = step.positions + tokens;
     step.rows = rows;
     step.angles = angles;
-    step.pages = {pages, shape.layers, block_size, shape.kv_heads, shape.dim};
+    step.pages = {pages, static_cast<Kept>(kept), shape.layers, block_size, shape.kv_heads, shape.dim};
     step.logits = logits;
     try {
         model.forward(step);
@@ -118,21 +119,16 @@ API void ck_attention_free(void* handle) { delete static_cast<Attention*>(handle
 
 // Writes k, v, then attention of one layer. q, k, v: rows of heads x dim with strides in floats; out contiguous.
 API int ck_attention(void* handle, const long* ints, long tokens, long count, const float* q, long ldq, const float* k,
-                     long ldk, const float* v, long ldv, float* pages, const long* shape, long layer, float scale,
-                     float* out) {
+                     long ldk, const float* v, long ldv, void* pages, int kept, const long* shape, long layer,
+                     float scale, float* out) {
     auto& a = *static_cast<Attention*>(handle);
-    const Pages p{pages, shape[0], shape[1], shape[2], shape[3]};
+    const Pages p{pages, static_cast<Kept>(kept), shape[0], shape[1], shape[2], shape[3]};
     Sequences s;
     sequences(ints, tokens, count, s);
     try {
         a.plan.build(s, p, shape[4], a.pool.size());
         a.pool.run(AttentionPlan::PHASES + 1, [&](Worker& w) {
-            w.each(tokens, [&](long t) {
-                if (s.slots[t] < 0) return;
-                const long block = s.slots[t] / p.block_size, offset = s.slots[t] % p.block_size;
-                std::copy_n(k + t * ldk, p.token(), p.at(block, layer, 0, offset));
-                std::copy_n(v + t * ldv, p.token(), p.at(block, layer, 1, offset));
-            });
+            w.each(tokens, [&](long t) { p.write(s.slots[t], layer, k + t * ldk, v + t * ldv); });
             a.plan.run(w, q, ldq, p, layer, scale, out, [] {});
         });
     } catch (const std::exception&) {

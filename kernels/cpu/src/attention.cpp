@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "tile.h"
+#include "transpose.h"
 
 namespace {
 
@@ -58,8 +59,8 @@ struct Ahead {
 };
 
 // c [M, W * VL] = a [M, k] times the k rows at b
-template <int M, int W>
-void product(const float* a, long lda, const float* const* b, long shift, long k, float* c, long ldc, Ahead& ahead) {
+template <int M, int W, class T>
+void product(const float* a, long lda, const T* const* b, long shift, long k, float* c, long ldc, Ahead& ahead) {
     vf acc[M][W];
     Ahead own = ahead;
     tile<M, W>(
@@ -68,14 +69,16 @@ void product(const float* a, long lda, const float* const* b, long shift, long k
     for (int m = 0; m < M; ++m)
         for (int i = 0; i < W; ++i) v_store(c + m * ldc + i * VL, acc[m][i]);
 }
-using Product = void (*)(const float*, long, const float* const*, long, long, float*, long, Ahead&);
-template <int W, int... I>
-constexpr Product pick(int m, std::integer_sequence<int, I...>) {
-    constexpr Product table[] = {product<I + 1, W>...};
+template <class T>
+using Product = void (*)(const float*, long, const T* const*, long, long, float*, long, Ahead&);
+template <int W, class T, int... I>
+constexpr Product<T> pick(int m, std::integer_sequence<int, I...>) {
+    constexpr Product<T> table[] = {product<I + 1, W, T>...};
     return table[m - 1];
 }
 // c [rows, columns] = a [rows, k] times the k rows at b; columns are a multiple of NR.
-void products(long rows, const float* a, long lda, const float* const* b, long k, long columns, float* c, long ldc,
+template <class T>
+void products(long rows, const float* a, long lda, const T* const* b, long k, long columns, float* c, long ldc,
               Ahead& ahead) {
     const long tiles = (rows + MR - 1) / MR;
     long row = 0;
@@ -84,8 +87,8 @@ void products(long rows, const float* a, long lda, const float* const* b, long k
         for (long j = 0; j < columns;) {
             // Few rows are few independent sums: twice as many columns hide the latency of the additions.
             const bool wide = size <= MR / 2 && columns - j >= 2 * NR;
-            auto f = wide ? pick<4>(size, std::make_integer_sequence<int, MR / 2>())
-                          : pick<2>(size, std::make_integer_sequence<int, MR>());
+            auto f = wide ? pick<4, T>(size, std::make_integer_sequence<int, MR / 2>())
+                          : pick<2, T>(size, std::make_integer_sequence<int, MR>());
             f(a + row * lda, lda, b, j, k, c + row * ldc + j, ldc, ahead);
             j += wide ? 2 * NR : NR;
         }
@@ -93,7 +96,24 @@ void products(long rows, const float* a, long lda, const float* const* b, long k
     }
 }
 
+template <class T>
+void write_as(const Pages& pages, long slot, long layer, const float* k, const float* v) {
+    for (int value = 0; value < 2; ++value) {
+        char* to = pages.at(slot / pages.block_size, layer, value, slot % pages.block_size);
+        narrow(value ? v : k, pages.token(), reinterpret_cast<T*>(to));
+    }
+}
+
 }  // namespace
+
+void Pages::write(long slot, long layer, const float* k, const float* v) const {
+    if (slot < 0) return;
+    switch (kept) {
+        case Kept::f32: return write_as<float>(*this, slot, layer, k, v);
+        case Kept::f16: return write_as<Half>(*this, slot, layer, k, v);
+        case Kept::bf16: return write_as<Bfloat>(*this, slot, layer, k, v);
+    }
+}
 
 void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, int threads) {
     heads_ = heads, kv_heads_ = pages.kv_heads;
@@ -210,8 +230,11 @@ void AttentionPlan::piece(const Piece& p, const Piece* next, Scratch& mem, const
                 v_store_n(to + i, v_load_n(from + i, left) * v_set(scale), left);
             }
         }
+    const auto of_kind = pages.kept == Kept::f32   ? &AttentionPlan::segment<float>
+                         : pages.kept == Kept::f16 ? &AttentionPlan::segment<Half>
+                                                   : &AttentionPlan::segment<Bfloat>;
     for (long seg = p.first; seg < p.end; ++seg)
-        for (long kv = p.kv_first; kv < p.kv_end; ++kv) segment(p, next, seg, kv, mem, pages, layer);
+        for (long kv = p.kv_first; kv < p.kv_end; ++kv) (this->*of_kind)(p, next, seg, kv, mem, pages, layer);
     if (p.keep) return;
     for (long kv = p.kv_first; kv < p.kv_end; ++kv)
         for (long r = 0; r < rows; ++r) {
@@ -232,6 +255,7 @@ void AttentionPlan::each_run(const Piece& p, long first, long count, long size, 
     }
 }
 
+template <class T>
 void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv_head, Scratch& mem, const Pages& pages,
                             long layer) {
     const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group, size = pages.block_size;
@@ -239,17 +263,17 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
     const Row* tokens = rows_.data() + p.row;
     const long first = seg * SEG, there = std::min(SEG, p.keys - first), to_value = size * pages.token();
     // Slots past the sequence's end hold anything, and 0 * NaN is NaN: zeros stand in for them.
-    const float *keys[SEG], *values[SEG];
-    std::fill(keys + there, keys + SEG, mem.zeros.data());
-    std::fill(values + there, values + SEG, mem.zeros.data());
+    const T *keys[SEG], *values[SEG], *zeros = reinterpret_cast<const T*>(mem.zeros.data());
+    std::fill(keys + there, keys + SEG, zeros);
+    std::fill(values + there, values + SEG, zeros);
     each_run(p, first, there, size, [&](long block, long offset, long j, long n) {
-        const float* key = pages.at(block, layer, 0, offset) + kv_head * dim;
+        const T* key = reinterpret_cast<const T*>(pages.at(block, layer, 0, offset)) + kv_head * dim;
         for (long i = 0; i < n; ++i, key += pages.token()) keys[j + i] = key, values[j + i] = key + to_value;
     });
     if (width_ != dim) {  // whole vectors must be readable
         for (long j = 0; j < SEG; ++j) {
-            std::copy_n(values[j], dim, mem.values.data() + j * width_);
-            values[j] = mem.values.data() + j * width_;
+            T* to = reinterpret_cast<T*>(mem.values.data()) + j * width_;
+            values[j] = std::copy_n(values[j], dim, to) - dim;
         }
     }
     // With few rows the time goes into reading: the next segment, or the next piece's first, comes nearer while this one
@@ -262,8 +286,9 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         const long ahead = rows < 2 * MR && soon ? std::min(SEG, soon->keys - from) : 0;
         if (ahead > 0) each_run(*soon, from, ahead, size, [&](long block, long offset, long, long n) {
             for (int value = 0; value < 2; ++value) {
-                const char* at = reinterpret_cast<const char*>(pages.at(block, layer, value, offset) + soon->kv_first * dim);
-                mem.runs.push_back({at, at + (n * pages.token() - (kv_heads_ - soon->kv_end + soon->kv_first) * dim) * 4});
+                const long others = (kv_heads_ - soon->kv_end + soon->kv_first) * dim;
+                const char* at = pages.at(block, layer, value, offset) + soon->kv_first * dim * sizeof(T);
+                mem.runs.push_back({at, at + (n * pages.token() - others) * sizeof(T)});
             }
         });
         mem.runs.push_back({nullptr, nullptr});
@@ -271,10 +296,11 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
     }
     Ahead coming(mem.runs.data());
     coming.run += mem.run, coming.at = mem.run_at;
+    constexpr long STEP = VL * 4 / sizeof(T);
     for (long j = 0; j < SEG; j += VL)
-        for (long i = 0; i < dim; i += VL) {
-            coming.fetch<8>();  // evenly over the segment: memory that waits for nobody is memory that idles
-            transpose(keys + j, i, std::min<long>(dim, i + VL), mem.keys.data() + j, SEG);
+        for (long i = 0; i < dim; i += STEP) {
+            coming.template fetch<8>();  // evenly over the segment: memory that waits for nobody is memory that idles
+            transpose(keys + j, i, std::min(dim, i + STEP), mem.keys.data() + j, SEG);
         }
 
     long begin = 0;  // rows whose position is before the segment have nothing here; positions ascend
@@ -282,7 +308,7 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
     const long count = rows - begin;
     const float* q = mem.q.data() + (base + begin) * dim;
     float* scores = mem.scores.data();
-    products(count, q, dim, mem.key_rows.data(), dim, SEG, scores + begin * SEG, SEG, coming);
+    products<float>(count, q, dim, mem.key_rows.data(), dim, SEG, scores + begin * SEG, SEG, coming);
     for (long r = begin; r < rows; ++r) {
         const long visible = std::min(SEG, tokens[r / group].position + 1 - first);
         mem.seg_most[r] = soften(scores + r * SEG, visible, mem.seg_sum[r]);
@@ -290,7 +316,7 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
     // The first segment's result goes straight to its place.
     const bool fresh = seg == 0 && !p.keep;
     float* result = fresh ? mem.out.data() + base * width_ : mem.piece.data();
-    products(count, scores + begin * SEG, SEG, values, SEG, width_, result + begin * width_, width_, coming);
+    products<T>(count, scores + begin * SEG, SEG, values, SEG, width_, result + begin * width_, width_, coming);
     mem.run = coming.run - mem.runs.data(), mem.run_at = coming.at;
     for (long r = begin; r < rows; ++r) {
         const float most = mem.seg_most[r], sum = mem.seg_sum[r], *from = result + r * width_;

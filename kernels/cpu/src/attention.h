@@ -1,4 +1,5 @@
-// Causal attention over paged KV (Kwon et al. 2023), float32, with bits that do not depend on how a step is cut.
+// Causal attention over paged KV (Kwon et al. 2023), in float32 over keys and values that are kept in float32 or in 16 bits,
+// with bits that do not depend on how a step is cut.
 //
 // Keys are looked at in segments of SEG, counted from position 0 whatever the block size is. A segment gives a query head
 // (most, sum, weighted values) by one code path; segments are merged left to right (Milakov & Gimelshein 2018, online
@@ -15,15 +16,23 @@
 constexpr long SEG = 64;
 static_assert(SEG % NR == 0);
 
+// What the pool keeps. 16 bits are rounded once, when a token's K and V are written; everything after that is float32.
+enum class Kept { f32, f16, bf16 };
+
 // The pool: [blocks, layers, 2, block_size, kv_heads, dim].
 struct Pages {
-    float* data;
+    void* data;
+    Kept kept;
     long layers, block_size, kv_heads, dim;
 
     long token() const { return kv_heads * dim; }
-    float* at(long block, long layer, int value, long offset) const {
-        return data + ((block * layers + layer) * 2 + value) * block_size * token() + offset * token();
+    long number_bytes() const { return kept == Kept::f32 ? 4 : 2; }
+    char* at(long block, long layer, int value, long offset) const {
+        const long number = ((block * layers + layer) * 2 + value) * block_size * token() + offset * token();
+        return static_cast<char*>(data) + number * number_bytes();
     }
+    // A token's k and v [kv_heads, dim] go to its slot; -1: they are there already.
+    void write(long slot, long layer, const float* k, const float* v) const;
 };
 
 // One step's sequences, as flat arrays. Tokens of a sequence are adjacent.
@@ -86,6 +95,7 @@ class AttentionPlan {
     // `next`: what this thread reads after it, or null.
     void piece(const Piece& p, const Piece* next, Scratch& mem, const float* q, long ldq, const Pages& pages, long layer,
                float scale, float* out);
+    template <class T>
     void segment(const Piece& p, const Piece* next, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer);
     template <class F>
     static void each_run(const Piece& p, long first, long count, long size, F&& f);

@@ -39,6 +39,22 @@ static inline float bfloat_to_float(std::uint16_t b) {
     return f;
 }
 
+static inline std::uint16_t float_to_bfloat(float f) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return static_cast<std::uint16_t>((nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Numbers of 16 bits, so that the compiler tells them apart. They become float32 when they are loaded; what becomes one is
+// rounded to nearest, ties to even.
+struct Half {
+    std::uint16_t bits;
+};
+struct Bfloat {
+    std::uint16_t bits;
+};
+
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 static inline vi i_load(const void* p) { return _mm512_loadu_si512(p); }
 static inline void i_store(void* p, vi v) { _mm512_storeu_si512(p, v); }
@@ -58,6 +74,18 @@ static inline vf i_nibble(vi v, int at) {
 static inline vf h_load(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline vf b_load(const std::uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+static inline void h_store(std::uint16_t* p, vf v) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// The lower and the higher half of each 32 bits.
+static inline vf even(vf v, Half) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_castps_si512(v))); }
+static inline vf odd(vf v, Half) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16)));
+}
+static inline vf even(vf v, Bfloat) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16)); }
+static inline vf odd(vf v, Bfloat) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(-65536)));
 }
 // sum + the four products of u's bytes, without sign, with s's, with sign. u8: any u; u4: u < 16.
 #if defined(__AVX512VNNI__)
@@ -90,6 +118,18 @@ static inline vf h_load(const std::uint16_t* p) { return _mm256_cvtph_ps(_mm_loa
 static inline vf b_load(const std::uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+static inline void h_store(std::uint16_t* p, vf v) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vf h_low(__m256i v) {  // of the lower half of each 32 bits; the higher ones are 0
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+}
+static inline vf even(vf v, Half) { return h_low(_mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(65535))); }
+static inline vf odd(vf v, Half) { return h_low(_mm256_srli_epi32(_mm256_castps_si256(v), 16)); }
+static inline vf even(vf v, Bfloat) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16)); }
+static inline vf odd(vf v, Bfloat) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(-65536)));
+}
 #if defined(__AVXVNNI__)
 static inline vi dot_u8(vi sum, vi u, vi s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
 static inline vi dot_u4(vi sum, vi u, vi s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
@@ -116,6 +156,16 @@ static inline vf i_byte(vi v, int at) { return i_float((v >> at) & 255); }
 static inline vf i_nibble(vi v, int at) { return i_float((v >> at) & 15); }
 static inline vf h_load(const std::uint16_t* p) { vf f; LANES f[i] = half_to_float(p[i]); return f; }
 static inline vf b_load(const std::uint16_t* p) { vf f; LANES f[i] = bfloat_to_float(p[i]); return f; }
+static inline void h_store(std::uint16_t* p, vf v) { LANES p[i] = float_to_half(v[i]); }
+static inline std::uint16_t word(vf v, int at) {
+    std::uint16_t words[2 * VL];
+    std::memcpy(words, &v, sizeof words);
+    return words[at];
+}
+static inline vf even(vf v, Half) { vf f; LANES f[i] = half_to_float(word(v, 2 * i)); return f; }
+static inline vf odd(vf v, Half) { vf f; LANES f[i] = half_to_float(word(v, 2 * i + 1)); return f; }
+static inline vf even(vf v, Bfloat) { vf f; LANES f[i] = bfloat_to_float(word(v, 2 * i)); return f; }
+static inline vf odd(vf v, Bfloat) { vf f; LANES f[i] = bfloat_to_float(word(v, 2 * i + 1)); return f; }
 static inline vi dot_u8(vi sum, vi u, vi s) {
     std::uint8_t a[4 * VL];
     std::int8_t b[4 * VL];
@@ -126,3 +176,21 @@ static inline vi dot_u8(vi sum, vi u, vi s) {
 static inline vi dot_u4(vi sum, vi u, vi s) { return dot_u8(sum, u, s); }
 #undef LANES
 #endif
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(Half x) { return half_to_float(x.bits); }
+static inline float to_float(Bfloat x) { return bfloat_to_float(x.bits); }
+static inline vf v_load(const Half* p) { return h_load(&p->bits); }
+static inline vf v_load(const Bfloat* p) { return b_load(&p->bits); }
+// VL times 32 bits, whatever they are.
+static inline vf v_bits(const void* p) { return v_load(static_cast<const float*>(p)); }
+
+static inline void narrow(const float* from, long n, float* to) { std::memcpy(to, from, n * sizeof(float)); }
+static inline void narrow(const float* from, long n, Half* to) {
+    long i = 0;
+    for (; i + VL <= n; i += VL) h_store(&to[i].bits, v_load(from + i));
+    for (; i < n; ++i) to[i].bits = float_to_half(from[i]);
+}
+static inline void narrow(const float* from, long n, Bfloat* to) {
+    for (long i = 0; i < n; ++i) to[i].bits = float_to_bfloat(from[i]);
+}

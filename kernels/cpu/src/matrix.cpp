@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "reader.h"
+#include "transpose.h"
 
 namespace {
 

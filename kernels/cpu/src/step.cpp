@@ -27,7 +27,7 @@ void Model::forward(const Step& step) {
     pool.run(static_cast<int>(shape.layers) * PHASES + 4, [&](Worker& w) { run(w, step); });
 }
 
-// Norm and turn a token's q and k in place; k and v go to the pool unless the token is there already.
+// Norm and turn a token's q and k in place; k and v go to the pool.
 void Model::place(const Layer& layer, const Step& step, long index, long token) {
     const long dim = shape.dim, heads = shape.heads, kv_heads = shape.kv_heads;
     float* row = qkv_.data() + token * (heads + 2 * kv_heads) * dim;
@@ -37,11 +37,8 @@ void Model::place(const Layer& layer, const Step& step, long index, long token) 
         if (!norm.empty()) rms_norm(row + h * dim, norm.data(), shape.eps, dim, row + h * dim);
         rotate(row + h * dim, angles, dim, row + h * dim);
     }
-    const long slot = step.sequences.slots[token], size = step.pages.block_size;
-    if (slot < 0) return;
-    for (int value = 0; value < 2; ++value)
-        std::copy_n(row + (heads + value * kv_heads) * dim, kv_heads * dim,
-                    step.pages.at(slot / size, index, value, slot % size));
+    const float* key = row + heads * dim;
+    step.pages.write(step.sequences.slots[token], index, key, key + kv_heads * dim);
 }
 
 void Model::run(Worker& w, const Step& step) {
