@@ -27,20 +27,26 @@ void finish(float sum, const float* from, float* out, long dim) {
     for (long i = 0; i < dim; i += VL) v_store_n(out + i, v_load(from + i) / total, static_cast<int>(dim - i));
 }
 
-// Scores of SEG keys become weights e^(s - most), zero from `visible` on; returns most, sets sum.
-float soften(float* scores, long visible, float& sum) {
+// Scores of SEG keys become weights e^(s - most), zero from `visible` on; returns most, sets sum. WHOLE: all are visible.
+template <bool WHOLE>
+float soften_of(float* scores, int visible, float& sum) {
+    auto keep = [&](vf v, long j, float other) { return WHOLE ? v : v_keep(v, visible - static_cast<int>(j), v_set(other)); };
     vf most = v_set(LOWEST);
-    for (long j = 0; j < SEG; j += VL)
-        most = v_max(most, v_keep(v_load(scores + j), static_cast<int>(visible - j), v_set(LOWEST)));
+#pragma GCC unroll 4
+    for (long j = 0; j < SEG; j += VL) most = v_max(most, keep(v_load(scores + j), j, LOWEST));
     const float top = v_most(most);
     vf total = v_zero();
+#pragma GCC unroll 4
     for (long j = 0; j < SEG; j += VL) {
-        vf p = v_keep(v_exp(v_load(scores + j) - v_set(top)), static_cast<int>(visible - j), v_zero());
+        vf p = keep(v_exp(v_load(scores + j) - v_set(top)), j, 0.0f);
         v_store(scores + j, p);
         total = total + p;
     }
     sum = v_sum(total);
     return top;
+}
+float soften(float* scores, long visible, float& sum) {
+    return visible == SEG ? soften_of<true>(scores, SEG, sum) : soften_of<false>(scores, static_cast<int>(visible), sum);
 }
 
 // Memory that will be read soon, asked for line by line; the last run is empty.

@@ -96,12 +96,8 @@ void Rows8::set(long row, const float* x) {
         // Smaller ones would have no finite inverse, and nothing to say.
         const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
         std::int32_t sum = 0;
-        alignas(64) float rounded[GROUP];
-        for (long i = 0; i < GROUP / VL; ++i) {
-            vf n = v_max(v_min(v_round(v[i] * v_set(inverse)), v_set(127.0f)), v_set(-127.0f));
-            v_store(rounded + i * VL, n);
-        }
-        for (long i = 0; i < GROUP; ++i) to[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(rounded[i])), sum += to[i];
+        for (long i = 0; i < GROUP / VL; ++i)
+            sum += to_bytes(v_max(v_min(v_round(v[i] * v_set(inverse)), v_set(127.0f)), v_set(-127.0f)), to + i * VL);
         const long at = row * groups + g;
         scales_[at] = scale + v_sum(ill);
         totals_[at] = scales_[at] * static_cast<float>(sum);

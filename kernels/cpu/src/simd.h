@@ -20,10 +20,8 @@ static inline vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }  // NaN in b stays
 static inline vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline vf v_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// 2^n for whole n in [-126, 127].
-static inline vf v_pow2(vf n) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
-}
+// a * 2^n for whole n in [-126, 127]: a product with that power of two, to the bit.
+static inline vf v_scale(vf a, vf n) { return _mm512_scalef_ps(a, n); }
 static inline __mmask16 v_first(int n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
 // The first n lanes of a, the others of b.
 static inline vf v_keep(vf a, int n, vf b) { return _mm512_mask_blend_ps(v_first(n), b, a); }
@@ -48,6 +46,7 @@ static inline vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST
 static inline vf v_pow2(vf n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
+static inline vf v_scale(vf a, vf n) { return a * v_pow2(n); }
 static inline __m256i v_first(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -83,6 +82,7 @@ static inline vf v_pow2(vf n) {
     }
     return n;
 }
+static inline vf v_scale(vf a, vf n) { return a * v_pow2(n); }
 static inline vf v_keep(vf a, int n, vf b) { LANES b[i] = i < n ? a[i] : b[i]; return b; }
 static inline vf v_load_n(const float* p, int n) { vf v{}; LANES if (i < n) v[i] = p[i]; return v; }
 static inline void v_store_n(float* p, vf v, int n) { LANES if (i < n) p[i] = v[i]; }
@@ -93,21 +93,33 @@ constexpr int NR = 2 * VL;  // outputs of a tile; weights are packed in panels o
 
 static inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
-// Horizontal operations go by halves, always the same way.
-static inline float v_sum(vf v) {
-    float a[VL];
-    v_store(a, v);
-    for (int half = VL / 2; half; half /= 2)
-        for (int i = 0; i < half; ++i) a[i] = a[i] + a[i + half];
-    return a[0];
+// Horizontal operations go by halves, always the same way: lane i and lane i + half, in registers where they have names.
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+static inline __m128 v_low(__m256 v) { return _mm256_castps256_ps128(v); }
+static inline __m128 v_high(__m256 v) { return _mm256_extractf128_ps(v, 1); }
+static inline float v_sum(__m128 v) {
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
 }
+static inline float v_most(__m128 v) {
+    v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
+}
+static inline float v_sum(__m256 v) { return v_sum(_mm_add_ps(v_low(v), v_high(v))); }
+static inline float v_most(__m256 v) { return v_most(_mm_max_ps(v_low(v), v_high(v))); }
+#endif
+#if defined(__AVX512F__)
+static inline __m256 v_low(__m512 v) { return _mm512_castps512_ps256(v); }
+static inline __m256 v_high(__m512 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
+static inline float v_sum(__m512 v) { return v_sum(_mm256_add_ps(v_low(v), v_high(v))); }
+static inline float v_most(__m512 v) { return v_most(_mm256_max_ps(v_low(v), v_high(v))); }
+#elif !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+static inline float v_sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 static inline float v_most(vf v) {
-    float a[VL];
-    v_store(a, v);
-    for (int half = VL / 2; half; half /= 2)
-        for (int i = 0; i < half; ++i) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
-    return a[0];
+    const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+    return a > b ? a : b;
 }
+#endif
 
 // e^x to 1 unit in the last place or so; x below -87.3 counts as -87.3, above 88 as 88. NaN stays NaN.
 // Cody-Waite reduction to |r| <= ln(2) / 2, Taylor to r^7.
@@ -124,7 +136,7 @@ static inline vf v_exp(vf x) {
     p = v_fma(p, r, v_set(0.5f));
     p = v_fma(p, r, v_set(1.0f));
     p = v_fma(p, r, v_set(1.0f));
-    return p * v_pow2(n);
+    return v_scale(p, n);
 }
 static inline float s_exp(float x) {
     float a[VL];
