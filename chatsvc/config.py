@@ -78,7 +78,7 @@ class ServeConfig(BaseModel):
     disk_cache_dir: Path | None = _field(None, "Memory", "directory in which hot prefixes survive a restart [none]")
     disk_cache_size: ByteSize = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
-        "auto", "Memory", "auto: as --dtype; 16 bits take half the memory, and are not exact"
+        "auto", "Memory", "auto: as --dtype, bfloat16 with int8; 16 bits take half the memory, and are not exact"
     )
     prefix_caching: bool = _field(True, "Memory", "share KV blocks between equal prefixes")
     keep_shared_prefixes: Seconds = _field(

@@ -33,6 +33,7 @@ class Perplexity:
     """
 
     quantization: str
+    kv_cache_dtype: str
     value: float
     tokens: int
     seconds: float
@@ -70,11 +71,12 @@ def surprise(runner: ModelRunner, window: tuple[int, ...]) -> float:
     return float(torch.nn.functional.cross_entropy(logits[:-1].double(), wanted, reduction="sum"))
 
 
-def perplexity(config: ServeConfig, quantization: str, tokens: int) -> Perplexity:
+def perplexity(config: ServeConfig, quantization: str, tokens: int, kv_cache_dtype: str = "float32") -> Perplexity:
     """Of the configured model on ``tokens`` tokens of the text. Raises: ConfigError, ModelError."""
     blocks = WINDOW // config.block_size + 1
     own = {
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "num_kv_blocks": blocks,
         "max_num_batched_tokens": WINDOW,
         "max_model_len": WINDOW,
@@ -92,6 +94,6 @@ def perplexity(config: ServeConfig, quantization: str, tokens: int) -> Perplexit
         for window in windows(ids):
             total += surprise(executor.runner, window)
             count += len(window) - 1
-        return Perplexity(quantization, math.exp(total / count), count, time.perf_counter() - began)
+        return Perplexity(quantization, kv_cache_dtype, math.exp(total / count), count, time.perf_counter() - began)
     finally:
         executor.stop()

@@ -59,7 +59,7 @@ QUICK = {"mixed": (0.0625, 0.25), "shared-prefix": (0.0625, 0.25), "decode-heavy
 _SHARED = (
     *("model", "dtype", "threads", "chat_template", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks"),
     *("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "executor", "simulated_step_ms", "simulated_token_ms"),
-    *("attention_backend", "quantization"),
+    *("attention_backend", "quantization", "kv_cache_dtype"),
 )
 
 

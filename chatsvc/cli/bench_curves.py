@@ -31,7 +31,10 @@ COLOURS = ("#4292c6", "#b2182b")
 )
 @options_of(
     ServeConfig,
-    only=("model", "dtype", "quantization", "threads", "block_size", "kv_cache_memory", "attention_backend"),
+    only=(
+        *("model", "dtype", "quantization", "kv_cache_dtype", "threads", "block_size", "kv_cache_memory"),
+        "attention_backend",
+    ),
 )
 def command(tries: int, json_file: Path | None, plot_file: Path | None, **values: Any) -> None:
     """What a decode step costs as the batch and the context grow, with and without a shared prefix."""

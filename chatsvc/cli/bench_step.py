@@ -33,7 +33,7 @@ _NAMES = {
 @options_of(
     ServeConfig,
     only=(
-        *("model", "quantization", "threads", "num_kv_blocks", "attention_backend"),
+        *("model", "quantization", "kv_cache_dtype", "threads", "num_kv_blocks", "attention_backend"),
         *("executor", "simulated_step_ms", "simulated_token_ms", "steps_in_flight"),
     ),
 )

@@ -46,12 +46,12 @@ def dtype_of(config: ServeConfig, device: torch.device) -> torch.dtype:
 
 
 def kv_dtype_of(config: ServeConfig, dtype: torch.dtype) -> torch.dtype:
-    """What the KV pool keeps; ``auto``: the model's ``dtype``.
+    """What the KV pool keeps; ``auto``: the model's ``dtype``, or bfloat16 where int8 is not exact anyway.
 
     Raises: ConfigError for kernels that cannot read the one beside the other.
     """
     if config.kv_cache_dtype == "auto":
-        return dtype
+        return torch.bfloat16 if config.quantization == "int8" else dtype
     kept = getattr(torch, config.kv_cache_dtype)
     assert isinstance(kept, torch.dtype)
     if kept != dtype and config.attention_backend == "triton":

@@ -69,7 +69,8 @@ def test_the_flag() -> None:
         return kv_dtype_of(ServeConfig.of(**flags), torch.float32)
 
     assert asked() == asked(kv_cache_dtype="float32") == torch.float32
-    assert asked(kv_cache_dtype="bfloat16") == torch.bfloat16
+    assert asked(kv_cache_dtype="bfloat16") == asked(quantization="int8") == torch.bfloat16
+    assert asked(quantization="int8", kv_cache_dtype="float32") == torch.float32
     assert asked(kv_cache_dtype="float16", attention_backend="cpu") == torch.float16
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 beside --dtype float32 .* not by triton"):
         asked(kv_cache_dtype="bfloat16", attention_backend="triton")
