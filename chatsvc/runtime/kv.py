@@ -41,10 +41,12 @@ def _pages(size: int) -> torch.Tensor:
     A sequence's blocks lie anywhere, and a layer's part of a block is some KiB: with pages of 4 KiB nearly each of them
     has to be looked up in the page tables, and attention reads at about half of the speed.
     """
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    # Private: memory that processes share follows another setting of the system's, which is off nearly everywhere.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without them
     return torch.frombuffer(memory, dtype=torch.uint8)
