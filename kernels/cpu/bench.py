@@ -9,6 +9,9 @@ measured does not depend on them.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -106,13 +109,24 @@ class Work:
         )
 
 
+def huge_pages(size: int) -> torch.Tensor:
+    """Bytes that lie as the service's KV pool does."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class Steps:
     """Calls of one model on one pool."""
 
     def __init__(self, model: Model, tokens: int, kept: torch.dtype = torch.float32) -> None:
         shape = model.shape
         self.model = model
-        self.pool = torch.zeros(tokens // BLOCK + 2, shape.layers, 2, BLOCK, shape.kv_heads, shape.dim, dtype=kept)
+        size = (tokens // BLOCK + 2, shape.layers, 2, BLOCK, shape.kv_heads, shape.dim)
+        self.pool = huge_pages(math.prod(size) * kept.itemsize).view(kept).view(size).zero_()
         angles = torch.arange(8192)[:, None] * 10000.0 ** -(torch.arange(0, shape.dim, 2) / shape.dim)
         self.angles = torch.cat((angles.cos(), angles.sin()), dim=1)
 
