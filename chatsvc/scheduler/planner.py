@@ -134,8 +134,10 @@ class Planner:
             self._preempt(self.running[-1])
 
     def _chunk(self, seq: Sequence, left: int, *, alone: bool) -> int:
-        """At most half of what is left while others are behind, but no less than a block."""
-        return min(seq.num_missing, left, left if alone else max(self.manager.block_size, left // 2))
+        """All of it if there is room, else at most half of what is left while others are behind, and at least a block."""
+        if alone or seq.num_missing <= left:
+            return min(seq.num_missing, left)
+        return min(left, max(self.manager.block_size, left // 2))
 
     def _top_up(self, rows: list[ScheduledRow], left: int) -> list[ScheduledRow]:
         """What nobody behind could use goes back to those that left it, the last of them first."""
