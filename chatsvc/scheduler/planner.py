@@ -134,7 +134,7 @@ class Planner:
             self._preempt(self.running[-1])
 
     def _chunk(self, seq: Sequence, left: int, *, alone: bool) -> int:
-        """All of it if there is room; else at most half of what is left while others are behind, but a block at least."""
+        """All of it if there is room; else half of what is left while others are behind, but a block at least."""
         if alone or seq.num_missing <= left:
             return min(seq.num_missing, left)
         return min(left, max(self.manager.block_size, left // 2))
