@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -12,12 +10,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from chatsvc.api.chat import check_model
-from chatsvc.api.frames import dumps, event
+from chatsvc.api.kvfeed import KVFeed
 from chatsvc.api.middleware import request_info
 from chatsvc.api.services import Services
-from chatsvc.api.sse import EventStream, closing
-
-KV_SLICE = 500  # entries of the block map encoded without a pause
+from chatsvc.api.sse import EventStream
 
 
 def model_card(services: Services) -> dict[str, Any]:
@@ -33,22 +29,10 @@ def model_card(services: Services) -> dict[str, Any]:
     return card
 
 
-async def encode_snapshot(snapshot: dict[str, Any]) -> bytes:
-    """The block map as JSON, with a pause every few hundred entries: a large pool has tens of thousands of blocks."""
-    parts = [f'{{"block_size":{dumps(snapshot["block_size"])}']
-    for name in ("blocks", "sequences"):
-        rows = snapshot[name]
-        slices = []
-        for start in range(0, len(rows), KV_SLICE):
-            slices.append(dumps(rows[start : start + KV_SLICE])[1:-1])
-            await asyncio.sleep(0)
-        parts.append(f',"{name}":[{",".join(slices)}]')
-    return ("".join(parts) + "}").encode()
-
-
 def routes(services: Services) -> list[Route]:
     """The routes of this module."""
     engine, settings = services.engine, services.settings
+    feed = KVFeed(engine, None if services.keys is None else services.desk.own_only)
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_card(services)]})
@@ -73,16 +57,12 @@ def routes(services: Services) -> list[Route]:
         return Response(generate_latest(engine.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def kv(request: Request) -> Response:
-        async with closing(services.desk.kv_events(request_info(request).tenant)) as events:
-            return Response(await encode_snapshot(await anext(events)), media_type="application/json")
+        return Response(await feed.snapshot(request_info(request).tenant), media_type="application/json")
 
     async def kv_stream(request: Request) -> Response:
-        async def events() -> AsyncIterator[bytes]:
-            async with closing(services.desk.kv_events(request_info(request).tenant)) as changes:
-                async for change in changes:
-                    yield event(change)
-
-        return EventStream(events(), ping=settings.ping_interval, send_timeout=settings.send_timeout)
+        reader = await feed.join(request_info(request).tenant)
+        ping, patience = settings.ping_interval, settings.send_timeout
+        return EventStream(reader.frames(), ping=ping, send_timeout=patience, on_close=reader.leave)
 
     return [
         Route("/v1/models", models, methods=["GET"]),

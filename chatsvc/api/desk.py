@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import Any, cast
 
 from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
@@ -26,7 +23,6 @@ class Desk:
     """Starts generations. Knows those that run, with their tenants.
 
     Args:
-        private: tenants see nothing of each other.
         timeout: seconds that an answer may take, counted from the arrival of its request; None: as long as it takes.
         tracing: is told of every end.
     """
@@ -35,13 +31,11 @@ class Desk:
         self,
         engine: Engine,
         *,
-        private: bool = False,
         timeout: float | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._tracing = tracing or NoTracing()
-        self._private = private
         self._timeout = timeout
         self._running: dict[str, tuple[str, Generation]] = {}
 
@@ -117,12 +111,9 @@ class Desk:
         generation.cancel()
         return True
 
-    async def kv_events(self, tenant: str) -> AsyncIterator[dict[str, Any]]:
-        """The engine's block map and its changes, as this tenant may see them."""
-        own = OwnOnly(lambda request_id: self._running.get(request_id, (None, None))[0] == tenant)
-        async with aclosing(cast(AsyncGenerator[dict[str, Any], None], self._engine.kv_events())) as changes:
-            async for change in changes:
-                yield own(change) if self._private else change
+    def own_only(self, tenant: str) -> OwnOnly:
+        """A filter for the engine's block map and its changes: what this tenant may see of them."""
+        return OwnOnly(lambda request_id: self._running.get(request_id, (None, None))[0] == tenant)
 
 
 def asked_timeout(header: str | None) -> float | None:

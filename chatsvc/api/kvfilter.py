@@ -9,7 +9,7 @@ OTHER = "other"
 
 
 class OwnOnly:
-    """Called with each event of one stream of the block map, in order.
+    """Called with each event of one watch of the block map, in order, and with snapshots of what they add up to.
 
     Sequences of others are left out; as owners of blocks they are ``other``, each once, so that the counts still add
     up. Hashes stay: they are digests under the server's secret, and no two tenants have one in common.
@@ -22,11 +22,15 @@ class OwnOnly:
 
     def __call__(self, view: dict[str, Any]) -> dict[str, Any]:
         out = dict(view)
-        out["blocks"] = [{**b, "owners": [self._name(o) for o in b["owners"]]} for b in view["blocks"]]
+        out["blocks"] = [self._block(b) for b in view["blocks"]]
         out["sequences"] = [s for s in view["sequences"] if self._name(s["id"]) != OTHER]
         if "gone" in view:
             out["gone"] = self._gone(view["gone"])
         return out
+
+    def _block(self, block: dict[str, Any]) -> dict[str, Any]:
+        owners = block["owners"]
+        return {**block, "owners": [self._name(o) for o in owners]} if owners else block
 
     def _name(self, sequence: str) -> str:
         if sequence in self._shown:

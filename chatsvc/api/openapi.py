@@ -27,6 +27,7 @@ GENERATING = PLAIN | {
     500: "The generation failed",
     503: "Loading, draining or stuck; Retry-After says when to come back",
 }
+SILENT = "Still loading, or the engine does not answer; Retry-After says when to come back"
 
 DEADLINE = {
     "name": "X-Request-Timeout",
@@ -100,8 +101,14 @@ OPERATIONS = (
     Operation("get", "/health", "Live", answer=answers.Status, status={503: "The engine is dead or stuck"}),
     Operation("get", "/ready", "Ready", answer=answers.Status, status={503: "Loading, draining or stuck"}),
     Operation("get", "/metrics", "Prometheus metrics", media="text/plain"),
-    Operation("get", "/debug/kv", "The block map", answer=answers.KVSnapshot),
-    Operation("get", "/debug/kv/stream", "Changes of the block map, as server-sent events", media="text/event-stream"),
+    Operation("get", "/debug/kv", "The block map", answer=answers.KVSnapshot, errors={503: SILENT}),
+    Operation(
+        "get",
+        "/debug/kv/stream",
+        "Changes of the block map, as server-sent events",
+        media="text/event-stream",
+        errors={429: "Sixteen read it already", 503: SILENT},
+    ),
     Operation("get", "/openapi.json", "This document"),
 )
 

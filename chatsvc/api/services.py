@@ -136,8 +136,7 @@ class Services:
     @cached_property
     def desk(self) -> Desk:
         """Every generation is started there."""
-        private, timeout = self.keys is not None, self.settings.request_timeout
-        return Desk(self.engine, private=private, timeout=timeout, tracing=self.tracing)
+        return Desk(self.engine, timeout=self.settings.request_timeout, tracing=self.tracing)
 
     @cached_property
     def longest_token(self) -> int:

@@ -44,7 +44,7 @@ class EventStream(EventSourceResponse):
     """Streams whole events.
 
     Args:
-        events: each item is one or several complete events.
+        events: each item is one or several complete events, or a piece of one that its rest follows without a pause.
         ping: seconds of silence after which a comment is sent; 0: never.
         send_timeout: seconds that one write may wait for the client.
         on_close: called once when the response is over, for whatever reason.

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from chatsvc.scheduler.request import Sequence, State
 from chatsvc.scheduler.scheduler import Scheduler
 
-MIN_INTERVAL = 0.1
+K = TypeVar("K")
+_Rows = dict[K, dict[str, Any]]
+
+MIN_INTERVAL = 0.1  # seconds between two looks at the pool ...
+REST = 20  # ... and at least so many times as long as one look took: a large pool is looked at less often
 
 
 def snapshot(scheduler: Scheduler) -> dict[str, Any]:
     """``{"block_size", "blocks": [{id, state, ref_count, hits, hash, owners}], "sequences": [{id, block_table,
     computed, total}]}``."""
-    blocks, sequences = _collect(scheduler)
+    return _as_snapshot(scheduler, *_collect(scheduler))
+
+
+def _as_snapshot(scheduler: Scheduler, blocks: _Rows[int], sequences: _Rows[str]) -> dict[str, Any]:
     return {
         "block_size": scheduler.manager.block_size,
         "blocks": list(blocks.values()),
@@ -30,7 +38,7 @@ def _name_of(seq: Sequence) -> str:
     return f"{seq.request.request_id}:{beam}"
 
 
-def _collect(scheduler: Scheduler) -> tuple[dict[int, dict[str, Any]], dict[str, dict[str, Any]]]:
+def _collect(scheduler: Scheduler) -> tuple[_Rows[int], _Rows[str]]:
     owners: dict[int, list[str]] = {}
     sequences: dict[str, dict[str, Any]] = {}
     for seq in scheduler.sequences():
@@ -72,10 +80,11 @@ class KVView:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """``{"type": "snapshot", ...}`` once, then ``{"type": "change", "blocks", "sequences", "gone"}``."""
         blocks, sequences = _collect(self._scheduler)
-        yield {"type": "snapshot", **snapshot(self._scheduler)}
+        yield {"type": "snapshot", **_as_snapshot(self._scheduler, blocks, sequences)}
         while True:
             await self._changed.wait()
             self._changed.clear()
+            began = time.perf_counter()
             now_blocks, now_sequences = _collect(self._scheduler)
             change = {
                 "type": "change",
@@ -84,11 +93,12 @@ class KVView:
                 "gone": [i for i in sequences if i not in now_sequences],
             }
             blocks, sequences = now_blocks, now_sequences
+            took = time.perf_counter() - began
             if change["blocks"] or change["sequences"] or change["gone"]:
                 yield change
             if self._closed:
                 return
-            await asyncio.sleep(MIN_INTERVAL)
+            await asyncio.sleep(max(MIN_INTERVAL, REST * took))
 
 
 class KVViews:

@@ -139,6 +139,8 @@ class ScriptedEngine:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     kv_changes: list[dict[str, Any]] = field(default_factory=list)
+    kv_watches: int = 0
+    kv_open: int = 0
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -250,9 +252,18 @@ class ScriptedEngine:
         return {"block_size": self.block_size, "blocks": blocks, "sequences": []}
 
     async def kv_events(self) -> AsyncIterator[dict[str, Any]]:
-        for change in self.kv_changes or [{"type": "snapshot", **self.kv_snapshot()}]:
-            yield change
-        await asyncio.Event().wait()
+        """The events of ``kv_changes``, also of those that come later."""
+        self.kv_watches += 1
+        self.kv_open += 1
+        events, told = self.kv_changes or [{"type": "snapshot", **self.kv_snapshot()}], 0
+        try:
+            while True:
+                if told < len(events):
+                    told += 1
+                    yield events[told - 1]
+                await asyncio.sleep(0.001)
+        finally:
+            self.kv_open -= 1
 
 
 TOKENIZER = ByteTokenizer()
@@ -355,6 +366,7 @@ class Server:
             self.engine.gate.set()
             self.engine.plays.clear()
             self.engine.kv_changes.clear()
+            self.engine.kv_watches = 0
 
         self.until(lambda e: not e.running)
         self.call(clear)

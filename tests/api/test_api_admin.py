@@ -67,11 +67,14 @@ def test_the_block_map(http: httpx.Client, engine: ScriptedEngine) -> None:
 
 
 def test_the_block_maps_changes(server: Server, engine: ScriptedEngine) -> None:
-    engine.kv_changes = [{"type": "snapshot", "blocks": []}, {"type": "change", "gone": ["a"]}]
+    engine.kv_changes = [{"type": "snapshot", "block_size": 4, "blocks": [], "sequences": []}]
     with Connection(server.port) as c:
         c.send("GET", "/debug/kv/stream")
         assert c.head()[1]["content-type"].startswith("text/event-stream")
-        assert events(c.piece() + c.piece()) == engine.kv_changes
+        first = c.piece()
+        change = {"type": "change", "blocks": [], "sequences": [], "gone": ["a"]}
+        server.call(lambda: engine.kv_changes.append(change))
+        assert events(first + c.piece()) == engine.kv_changes
         assert c.piece() == b": ping\n\n"
 
 

@@ -123,6 +123,26 @@ def test_the_block_map_changes(served: tuple[Server, ServedEngine], api: httpx.C
         assert events(piece)[0]["type"] == "change"
 
 
+def test_a_silent_engine_holds_nobody_who_asks_for_its_block_map(
+    served: tuple[Server, ServedEngine], api: httpx.Client
+) -> None:
+    engine = served[1]
+    if not isinstance(engine, RemoteEngine):
+        pytest.skip("it is silent only in a process of its own")
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        for path in ("/debug/kv", "/debug/kv/stream"):
+            answer = api.get(path)
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "2", path
+            assert "within 2 seconds" in answer.json()["error"]["message"]
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    assert len(api.get("/debug/kv").json()["blocks"]) == BLOCKS
+    with Connection(served[0].port) as c:
+        c.send("GET", "/debug/kv/stream")
+        assert c.head()[0] == 200
+
+
 def test_a_cancel_reaches_the_engine(served: tuple[Server, ServedEngine], api: httpx.Client) -> None:
     with Connection(served[0].port) as c:
         c.post(CHAT_PATH, {**CHAT, "stream": True})

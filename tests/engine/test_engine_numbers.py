@@ -173,6 +173,7 @@ def check_snapshot(snapshot: dict[str, Any], usable: int) -> None:
 
 async def test_the_block_map_and_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatsvc.engine.kvview.MIN_INTERVAL", 0)
+    monkeypatch.setattr("chatsvc.engine.kvview.REST", 0)
     async with Rig(num_blocks=24, budget=16, watermark_tokens=0) as rig:
         rng = random.Random(11)
         events = rig.engine.kv_events()
