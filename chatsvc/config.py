@@ -57,7 +57,7 @@ class ServeConfig(BaseModel):
     model: str = _field(
         "smollm2-135m", "Model", "default model, a directory with safetensors, a .gguf file, or a Hub id"
     )
-    served_model_name: str | None = _field(None, "Model", "public name [last part of --model]")
+    served_model_name: str | None = _field(None, "Model", "public name [last part of --model]", min_length=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
         "auto", "Model", "weights and KV (auto: float32 on CPU)"
     )
@@ -67,7 +67,7 @@ class ServeConfig(BaseModel):
     max_model_len: int | None = _field(None, "Model", "longest sequence [the model's, or what the pool holds]", ge=2)
     seed: int | None = _field(None, "Model", "base of the seeds of requests that bring none [random]", ge=0, lt=2**63)
     chat_template: Path | None = _field(None, "Model", "file with a Jinja chat template [the model's own]")
-    threads: int | None = _field(None, "Model", "CPU threads of the forward pass [usable cores]", ge=1)
+    threads: int | None = _field(None, "Model", "CPU threads of the forward pass [usable cores]", ge=1, le=1024)
 
     block_size: int = _field(16, "Memory", "tokens of a KV block: 8, 16, 32, 64 or 128")
     kv_cache_memory: ByteSize | None = _field(
@@ -84,7 +84,7 @@ class ServeConfig(BaseModel):
     keep_shared_prefixes: Seconds = _field(
         0.0, "Memory", "prefixes shared by many requests stay that long after their last use, e.g. 1h; 0: as all others"
     )
-    cache_secret: str | None = _field(None, "Memory", "secret of the prefix hashes [random per process]")
+    cache_secret: str | None = _field(None, "Memory", "secret of the prefix hashes [random per process]", min_length=1)
 
     max_num_seqs: int = _field(64, "Scheduling", "sequences that run at a time", ge=1)
     max_num_batched_tokens: int | None = _field(
@@ -131,7 +131,7 @@ class ServeConfig(BaseModel):
     cors_origins: Origins = _field(None, "Service", "web origins whose pages may call, with commas; * is all [none]")
     request_timeout: Seconds = _field(0.0, "Service", "most time for a whole answer, e.g. 5m; 0: no limit")
     drain_timeout: Seconds = _field(30.0, "Service", "running streams may finish that long after SIGTERM")
-    ping_interval: Seconds = _field(15.0, "Service", "comment on a silent stream")
+    ping_interval: Seconds = _field(15.0, "Service", "comment on a silent stream after that time; 0: none")
 
     @model_validator(mode="after")
     def _known_limits(self) -> ServeConfig:

@@ -51,7 +51,7 @@ def test_a_start_loads_nothing_that_it_may_not_need() -> None:
 
 def test_help_shows_times_as_one_writes_them() -> None:
     text = CliRunner().invoke(command, ["--help"]).output
-    assert "[30d]" in text and "[60s]" in text and "e+06" not in text
+    assert "[30d]" in text and "[60s]" in text and "0: none" in text and "e+06" not in text
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,21 @@ def test_the_early_look_at_the_pool_does_not_log_what_the_load_will_log(caplog: 
     caplog.set_level(logging.INFO)
     build(ServeConfig.of(num_kv_blocks="10"))
     assert "lowered" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"threads": "100000"}, "--threads: .*1024"),
+        ({"threads": "1025"}, "--threads: "),
+        ({"threads": "0"}, "--threads: "),
+        ({"served_model_name": ""}, "--served-model-name: "),
+        ({"cache_secret": ""}, "--cache-secret: "),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_its_flag(options: dict[str, str], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}"):
+        ServeConfig.of(**options)
 
 
 def test_a_folder_as_chat_template(tmp_path: Path) -> None:

@@ -48,14 +48,17 @@ struct Worker {
 
 class Pool {
   public:
+    // Throws std::system_error when the system starts no more threads; those that run are ended first, for a thread that
+    // nobody joins would end the process.
     explicit Pool(int threads) : size_(threads) {
-        for (int rank = 1; rank < size_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+        try {
+            for (int rank = 1; rank < size_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+        } catch (...) {
+            end();
+            throw;
+        }
     }
-    ~Pool() {
-        leaving_ = true;
-        start();
-        for (auto& t : threads_) t.join();
-    }
+    ~Pool() { end(); }
     int size() const { return size_; }
 
     // f(Worker&) on every thread; at most `phases` calls of Worker::each.
@@ -87,6 +90,11 @@ class Pool {
         std::atomic<int> over;
     };
 
+    void end() {
+        leaving_ = true;
+        start();
+        for (auto& t : threads_) t.join();
+    }
     void start() {
         started_.fetch_add(1);
         started_.notify_all();
