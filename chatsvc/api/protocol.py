@@ -66,11 +66,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.url.startswith(b"//"):  # a path, though it looks like an authority without a scheme
             self.url = b"http://path" + self.url
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size <= HEAD_BYTES:
+        wrong: RequestError | None = None
+        if size > HEAD_BYTES:
+            wrong = HeadTooLarge(HEAD_BYTES)
+            self.url = b"/"  # the parser of paths has limits of its own
+        elif self.parser.get_http_version() == "1.1" and all(name != b"host" for name, _ in self.headers):
+            wrong = InvalidRequest("A request of HTTP/1.1 needs the header Host", code="invalid_http")
+        if wrong is None:
             super().on_headers_complete()
             return
-        self.url = b"/"  # the parser of paths has limits of its own
-        app, self.app = self.app, error_response(HeadTooLarge(HEAD_BYTES))  # type: ignore[assignment]
+        app, self.app = self.app, error_response(wrong)  # type: ignore[assignment]
         try:
             super().on_headers_complete()  # in its turn, should answers to earlier requests still be under way
         finally:
@@ -98,12 +103,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, error: RequestError) -> None:
-        """Say why and close; without a word while an answer to an earlier request is under way."""
+        """Say why and close; without a word while an answer is under way that this would run into."""
         self._refused = True
         self._head_done()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
-            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or not cycle.more_body or self.pipeline:
+                self.transport.close()
+                return
+            # It is this request's own body that is broken, and nobody has answered it yet: its handler is told that the
+            # client has gone, and what it still says is not written.
+            cycle.disconnected = True
+            cycle.message_event.set()
         response: Response = error_response(error)
         response.headers["connection"] = "close"
         lines = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()]

@@ -113,6 +113,32 @@ def test_what_is_no_http_is_an_error_object(server: Server) -> None:
         refusal(c, 400, "invalid_http")
 
 
+@pytest.mark.parametrize("body", [b"ZZ\r\n", b"3\r\n{ }\r\nQQ\r\n", b"3\r\n{ }XX"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_body_in_broken_chunks_is_an_error_object(server: Server, body: bytes, apart: bool) -> None:
+    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    with Connection(server.port) as c:
+        if apart:
+            c.sock.sendall(head)
+            with Connection(server.port) as other:  # by its answer the head has been read
+                other.send("GET", "/health")
+                assert other.answer()[0] == 200
+            c.sock.sendall(body)
+        else:
+            c.sock.sendall(head + body)
+        refusal(c, 400, "invalid_http")
+
+
+def test_http_1_1_needs_a_host(server: Server) -> None:
+    with Connection(server.port) as c:
+        c.sock.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        status, _, body = c.answer()
+        assert status == 400 and strict(body)["error"]["code"] == "invalid_http"
+    with Connection(server.port) as c:
+        c.sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert c.answer()[0] == 200
+
+
 def test_a_path_with_two_slashes_is_named_as_it_was_asked(server: Server) -> None:
     with Connection(server.port) as c:
         c.send("GET", "//v1/models")
