@@ -16,11 +16,16 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content is one string, ``developer`` is ``system``.
 
     Raises:
-        InvalidRequest: a part that is not text, or content missing where it is needed; ``param`` is its path.
+        InvalidRequest: a part that is not text, content missing where it is needed, or a tool's result without a call
+            before it that it belongs to; ``param`` is its path.
     """
     out: list[dict[str, Any]] = []
+    known: set[str] = set()
     for i, message in enumerate(messages):
         text = _text(message, f"messages.{i}")
+        known.update(c.id for c in message.tool_calls or ())
+        if message.role == "tool":
+            _check_call_id(message.tool_call_id, known, f"messages.{i}.tool_call_id")
         item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
         if message.name is not None:
             item["name"] = message.name
@@ -101,6 +106,15 @@ def render(
     if tools and (start := tools.start(native=template.knows_tools)):
         ids += tokenizer.encode(start, special=True, continuing=True)
     return ids
+
+
+def _check_call_id(call_id: str | None, known: set[str], path: str) -> None:
+    if call_id is None:
+        raise InvalidRequest(f"{path}: This field is required", param=path)
+    if call_id not in known:
+        raise InvalidRequest(
+            f"{path}: there is no tool call with the id {call_id[:64]!r} before its result", param=path
+        )
 
 
 def _text(message: ChatMessage, path: str) -> str:

@@ -234,6 +234,8 @@ def prompt_of(engine: ScriptedEngine) -> str:
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
 def test_OA_02_parts_of_text_are_joined(chat: Post, engine: ScriptedEngine, role: str) -> None:
     shown = "system" if role == "developer" else role
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    before = [{"role": "assistant", "tool_calls": [call]}] if role == "tool" else []
     for content, text in (
         ([{"type": "text", "text": "one"}], "one"),
         ([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}], "one two"),
@@ -241,8 +243,10 @@ def test_OA_02_parts_of_text_are_joined(chat: Post, engine: ScriptedEngine, role
         ([], ""),
         ("", ""),
     ):
-        assert chat(messages=[{"role": role, "content": content}]).status_code == 200
-        assert prompt_of(engine) == f"{shown}: {text}assistant: "
+        message = {"role": role, "content": content, **({"tool_call_id": "c"} if before else {})}
+        assert chat(messages=[*before, message]).status_code == 200
+        shown_before, mark, last = prompt_of(engine).rpartition(f"{shown}: {text}assistant: ")
+        assert mark and not last and bool(shown_before) == bool(before)
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
@@ -277,6 +281,18 @@ def test_OA_11_assistant_and_tool_turns(chat: Post, engine: ScriptedEngine) -> N
     broken = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
     param = "messages.0.tool_calls.0.function.arguments"
     refused(chat(messages=[{"role": "assistant", "tool_calls": [broken]}]), param)
+
+
+def test_OA_11_a_result_belongs_to_a_call_before_it(chat: Post) -> None:
+    ask = {"role": "user", "content": "q"}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "c2"}]}
+    first, second = ({"role": "tool", "content": "r", "tool_call_id": f"c{n}"} for n in (1, 2))
+    assert chat(messages=[ask, calls, second, first, ask, calls, first]).status_code == 200
+    for wrong in ({**first, "tool_call_id": "c3"}, {**first, "tool_call_id": None}, {"role": "tool", "content": "r"}):
+        refused(chat(messages=[wrong]), "messages.0.tool_call_id")
+        refused(chat(messages=[ask, calls, first, wrong]), "messages.3.tool_call_id")
+    refused(chat(messages=[ask, first, calls]), "messages.1.tool_call_id")
 
 
 def test_OA_11_what_the_template_would_drop_is_refused(chat: Post) -> None:
