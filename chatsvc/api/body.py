@@ -18,6 +18,7 @@ M = TypeVar("M", bound=BaseModel)
 VALUES = 20_000
 BEGINNING = 32 * 1024  # bytes
 VALUES_PER_TOKEN = 8  # of a text that is all punctuation
+LONG_FIELDS = ("messages", "prompt", "tokens", "input", "content")  # one of them holds nearly all of a long body
 DRAIN_BYTES = 64 * 1024 * 1024
 DRAIN_SECONDS = 5.0
 
@@ -32,7 +33,7 @@ async def read_model(request: Request, services: Services, model: type[M]) -> M:
     """
     check_content_type(request)
     raw = await read_body(request, services)
-    check_values(raw, services.engine.limit)
+    check_values(raw, services.engine.limit, next((f for f in LONG_FIELDS if f in model.model_fields), None))
     return await services.offload(len(raw), parse, raw, model)
 
 
@@ -48,11 +49,12 @@ def check_content_type(request: Request) -> None:
         raise UnsupportedMediaType(f"The content encoding {coding} is not supported")
 
 
-def check_values(raw: bytes, limit: int) -> None:
+def check_values(raw: bytes, limit: int, field: str | None) -> None:
     """Bound the number of JSON values: the parser makes an object of each while nothing else in the process runs.
 
     Counts commas and opening brackets, also those inside strings (telling them apart takes longer than parsing). The
-    bound is far above what any request needs whose prompt fits into ``limit`` tokens.
+    bound is far above what any request needs whose prompt fits into ``limit`` tokens. ``field``: what is named as too
+    long.
 
     Raises: ContextLengthExceeded; InvalidRequest when the beginning shows that it is no JSON at all.
     """
@@ -62,7 +64,7 @@ def check_values(raw: bytes, limit: int) -> None:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens; a body with more than {most} commas and brackets"
             " holds more than that. Please shorten the prompt.",
-            param=None,
+            param=field,
         )
 
 
@@ -172,8 +174,15 @@ def invalid(exc: ValidationError, model: type[BaseModel]) -> InvalidRequest:
 
 
 def _path(error: ErrorDetails, names: frozenset[str]) -> str:
-    """The location without pydantic's own marks (names of union members, ``[key]``) and without caller's keys."""
-    return ".".join(str(part) for part in error["loc"] if isinstance(part, int) or part in names)
+    """The location without pydantic's own marks (names of union members, ``[key]``) and without caller's keys, but for
+    those of ``metadata``, cut to the length that a key may have."""
+    parts: list[str] = []
+    for part in error["loc"]:
+        if isinstance(part, int) or part in names:
+            parts.append(str(part))
+        elif parts == ["metadata"]:
+            parts.append(part[:64])
+    return ".".join(parts)
 
 
 def _field_names(model: type[BaseModel]) -> frozenset[str]:

@@ -78,6 +78,8 @@ class StoredResponses:
         _, message, session = await self._find(request)
         _no_include(request)
         query = request.query_params
+        if "before" in query:
+            raise InvalidRequest("before: use after and order", param="before", code="unsupported_parameter")
         limit = query.get("limit", str(ITEMS_LIMIT))
         if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:6]) <= ITEMS_MAX):
             raise InvalidRequest(f"limit: a number from 1 to {ITEMS_MAX}", param="limit")

@@ -53,7 +53,7 @@ class Planner:
 
     async def regenerate(self, session: Session, leaf: str, body: RegenerateRequest) -> Plan:
         """Another answer in place of ``leaf`` or to it, or the rest of it."""
-        path = path_to(visible(session), leaf)
+        path = path_to(visible(session), leaf, param="id")
         answer = replace(_message(path[-1].id, "assistant", ""), status="running")
         if body.continue_final_message:
             cut = path[-1] = self._cut(path[-1])

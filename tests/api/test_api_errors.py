@@ -247,6 +247,12 @@ def test_too_many_values(http: httpx.Client) -> None:
     for raw in (b"[" + b"1," * 50_000 + b"1]", b"[" + b'{"a":[]},' * 10_000 + b"0]", b'"' + b"a, " * 30_000 + b'"'):
         answer = http.post("/v1/completions", content=b'{"model":"tiny","prompt":' + raw + b"}")
         assert answer.status_code == 400 and shape(answer)["code"] == "context_length_exceeded"
+        assert shape(answer)["param"] == "prompt"
+    messages = [{"role": "user", "content": "a"}] * 40_000
+    answer = http.post(CHAT_PATH, json={"messages": messages})
+    assert answer.status_code == 400 and shape(answer)["param"] == "messages"
+    answer = http.post("/detokenize", json={"tokens": [1] * 50_000})
+    assert answer.status_code == 400 and shape(answer)["param"] == "tokens"
 
 
 # -- the server's own trouble --------------------------------------------------------------------------------------

@@ -370,6 +370,8 @@ def test_what_is_not_offered_is_refused_by_name(http: httpx.Client, server: Serv
     assert http.get("/v1/sessions").json()["data"][0]["title"] != "refuse me"
     nothing = {"include": [], "reasoning": None, "truncation": "disabled", "text": {"format": {"type": "text"}}}
     nothing |= {"service_tier": "auto", "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "top_p": None}
+    wrong = post(metadata={"b": "c", "a": 1})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "metadata.a"
     ok = post(**nothing, metadata={"a": "b"}, store=None)
     assert ok.status_code == 200 and ok.json()["metadata"] == {"a": "b"}
 

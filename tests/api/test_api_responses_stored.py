@@ -240,6 +240,7 @@ def test_a_wrong_page_is_refused(api: Any, http: httpx.Client) -> None:
     for param, value in (("limit", "0"), ("limit", "101"), ("limit", "x"), ("order", "up"), ("after", "msg_no")):
         refused(http.get(url, params={param: value}), param)
     refused(http.get(url, params={"include": "x"}), "include")
+    assert http.get(url, params={"before": "x"}).json()["error"]["param"] == "before"
     assert http.get(f"/v1/responses/resp_{'0' * 64}/input_items").status_code == 404
     assert http.post(url).status_code == 405 and http.post(url).headers["allow"] == "GET, HEAD"
     allowed = http.put(f"/v1/responses/{made.id}").headers["allow"]

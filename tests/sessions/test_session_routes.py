@@ -375,6 +375,12 @@ async def test_what_cannot_go_on_is_refused(app: Running) -> None:
     assert len((await app.read(sid))["messages"]) == 4
 
 
+async def test_a_message_that_is_not_there_is_a_404_that_names_it(app: Running) -> None:
+    sid = await app.session()
+    response = await app.http.post(f"/v1/sessions/{sid}/messages/nope/regenerate", json={})
+    assert response.status_code == 404 and response.json()["error"]["param"] == "id"
+
+
 async def test_users_and_answers_take_turns(app: Running) -> None:
     """One rule for a message's parent, given or not, and for a fork's last message: it is an answer."""
     sid = await app.session()
