@@ -28,6 +28,7 @@ from chatsvc.text.marks import PRIVATE, Guard, Marks, leaves
 from chatsvc.text.tokenizer import Tokenizer
 from chatsvc.text.toolparser import OPEN
 
+PROBE = "hello probe 4711"
 _RESULT_TAGS = ("<tool_response>", "</tool_response>")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -35,7 +36,7 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 def load_template(files: ModelFiles, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
     """The model's chat template, or the one in the file ``override``; None when the model brings none.
 
-    Raises: ModelError when it is not valid Jinja or the file cannot be read.
+    Raises: ModelError when it is not valid Jinja, the file cannot be read, or the one in it shows no messages.
     """
     if override is not None:
         try:
@@ -47,7 +48,10 @@ def load_template(files: ModelFiles, tokenizer: Tokenizer, override: Path | None
             raise ModelError(f"--chat-template {override} cannot be read: {error}") from error
     else:
         sources = _gguf_sources(files.path) if files.format == "gguf" else _hf_sources(files.path)
-    return ChatTemplate(sources, tokenizer) if sources else None
+    template = ChatTemplate(sources, tokenizer) if sources else None
+    if template is not None and override is not None and not template.shows(PROBE, tokenizer):
+        raise ModelError(f"--chat-template {override} does not show the user's messages: is it a chat template?")
+    return template
 
 
 class ChatTemplate:
@@ -123,6 +127,17 @@ class ChatTemplate:
             if not lost:
                 return self._join(cut[0::2], [splices[i] for i in order], marks, tokenizer)
             splices = {i: ids for i, ids in splices.items() if i not in lost}
+
+    def shows(self, text: str, tokenizer: Tokenizer) -> bool:
+        """Whether a user's message ``text`` stands in what the model is given. True as well when the template refuses
+        the message: then it refuses requests, too, and says why."""
+        chat = [{"role": "user", "content": text}]
+        marks = Marks.choose([text])
+        try:
+            rendered = self._render(chat, marks, tokenizer, None, True, False, {})
+        except InvalidRequest:
+            return True
+        return text in _clean(rendered, marks)
 
     def _render(
         self,

@@ -99,6 +99,16 @@ def test_a_folder_as_chat_template(tmp_path: Path) -> None:
     assert "Errno" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["my-machine\n", "", "{% for m in messages %}{{ m.role }}: {% endfor %}"])
+def test_a_chat_template_that_shows_no_message_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(text)
+    with pytest.raises(ModelError, match=r"^--chat-template .*template.jinja does not show the user's messages"):
+        build(ServeConfig.of(chat_template=str(file)))
+    file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}")
+    build(ServeConfig.of(chat_template=str(file)))
+
+
 async def test_a_session_file_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/nope/x.db", 60)
     with pytest.raises(ConfigError, match=r"the folder .*nope is not there"):
