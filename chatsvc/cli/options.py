@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
+
+from chatsvc.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,5 +85,12 @@ def options_of(model: type[BaseModel], only: Iterable[str] | None = None) -> Cal
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop options that were not given, so that the model's defaults hold."""
+    """Drop options that were not given, so that the model's defaults hold. An empty variable counts as not given.
+
+    Raises: ConfigError that names a flag given with nothing.
+    """
+    context = click.get_current_context(silent=True)
+    for name, value in values.items():
+        if value == "" and context and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--{name.replace('_', '-')}: is empty")
     return {k: v for k, v in values.items() if v is not None and v != ""}

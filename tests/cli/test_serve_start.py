@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from chatsvc.cli.options import given, options_of
 from chatsvc.cli.remarks import is_loopback, remarks
 from chatsvc.cli.serve import command
 from chatsvc.config import ServeConfig
@@ -91,6 +93,18 @@ def test_the_early_look_at_the_pool_does_not_log_what_the_load_will_log(caplog: 
 def test_a_value_that_cannot_be_meant_is_refused_by_its_flag(options: dict[str, str], flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}"):
         ServeConfig.of(**options)
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--cache-secret"])
+def test_a_flag_with_nothing_is_refused_and_an_empty_variable_is_none(flag: str) -> None:
+    @click.command()
+    @options_of(ServeConfig)
+    def asked(**values: object) -> None:
+        click.echo(repr(given(values)))
+
+    assert str(CliRunner().invoke(asked, [flag, ""]).exception) == f"{flag}: is empty"
+    variable = "CHATSVC_" + flag[2:].upper().replace("-", "_")
+    assert CliRunner(env={variable: ""}).invoke(asked, []).output == "{}\n"
 
 
 def test_a_folder_as_chat_template(tmp_path: Path) -> None:
