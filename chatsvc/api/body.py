@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
-from chatsvc.api.errors import Ending, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from chatsvc.api.errors import Ending, PayloadTooLarge, RequestTimeout, UnsupportedMediaType, seconds
 from chatsvc.api.services import ApiSettings, Services
 from chatsvc.errors import ContextLengthExceeded, InvalidRequest
 
@@ -121,8 +121,8 @@ async def read_body(request: Request, services: Services) -> bytes:
 
 def _late(settings: ApiSettings, *, total: bool) -> RequestTimeout:
     if total:
-        return RequestTimeout(f"The body did not arrive within {settings.body_timeout:g} seconds")
-    return RequestTimeout(f"Nothing of the body arrived for {settings.body_idle_timeout:g} seconds")
+        return RequestTimeout(f"The body did not arrive within {seconds(settings.body_timeout)}")
+    return RequestTimeout(f"Nothing of the body arrived for {seconds(settings.body_idle_timeout)}")
 
 
 async def _drain(request: Request) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+from chatsvc.api.errors import seconds
 from chatsvc.api.kvfilter import OwnOnly
 from chatsvc.api.middleware import RequestInfo
 from chatsvc.api.timings import told
@@ -120,13 +121,13 @@ def asked_timeout(header: str | None) -> float | None:
     """Seconds that the header ``X-Request-Timeout`` asks for. Raises: InvalidRequest."""
     if header is None:
         return None
-    seconds = float(header) if _SECONDS.fullmatch(header := header.strip(" \t")) else 0.0
-    if not 0 < seconds <= MOST_SECONDS:
+    wanted = float(header) if _SECONDS.fullmatch(header := header.strip(" \t")) else 0.0
+    if not 0 < wanted <= MOST_SECONDS:
         raise InvalidRequest(
             f"X-Request-Timeout: has to be a number of seconds above 0 and up to {MOST_SECONDS}, such as 30 or 2.5",
             param="X-Request-Timeout",
         )
-    return seconds
+    return wanted
 
 
 def shorter(a: float | None, b: float | None) -> float | None:
@@ -136,5 +137,5 @@ def shorter(a: float | None, b: float | None) -> float | None:
 
 def _end_at(generation: Generation, when: float, limit: float) -> asyncio.TimerHandle:
     """End it with an error at that time of the loop's clock; what it has until then stays readable."""
-    words = f"The answer was not complete within {limit:g} seconds"
+    words = f"The answer was not complete within {seconds(limit)}"
     return asyncio.get_running_loop().call_at(when, generation.cancel, words, 408)

@@ -76,6 +76,11 @@ class PayloadTooLarge(RequestError):
         self.close = close
 
 
+def seconds(number: float) -> str:
+    """``1 second``, ``2.5 seconds``."""
+    return f"{number:g} second" + "s" * (number != 1)
+
+
 class RequestTimeout(RequestError):
     """408: the request did not arrive in time. The rest of it is not read."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from chatsvc.api.errors import HeadTooLarge, RequestTimeout, error_response
+from chatsvc.api.errors import HeadTooLarge, RequestTimeout, error_response, seconds
 from chatsvc.errors import InvalidRequest, RequestError
 
 HEAD_BYTES = 64 * 1024
@@ -95,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_late(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing():
-            self._refuse(RequestTimeout(f"The headers did not arrive within {self._head_timeout:g} seconds"))
+            self._refuse(RequestTimeout(f"The headers did not arrive within {seconds(self._head_timeout)}"))
 
     def _head_done(self) -> None:
         if self._head_timer is not None:

@@ -15,6 +15,7 @@ import pytest
 from scripted import ScriptedEngine, Server, overloaded, text_script
 from wire import CHAT, Connection, events, texts
 
+from chatsvc.api.errors import seconds
 from chatsvc.api.services import ApiSettings
 from chatsvc.errors import EngineDead, StoreError
 
@@ -331,3 +332,9 @@ def test_SH_01_good_streams_finish_whatever_else_is_asked(server: Server, engine
             raw += piece
         assert texts(events(raw)) == {0: "g" * 30}
         c.close()
+
+
+def test_one_second_is_no_plural() -> None:
+    assert [seconds(n) for n in (1, 1.0, 0.5, 2, 30.0)] == [
+        "1 second", "1 second", "0.5 seconds", "2 seconds", "30 seconds"
+    ]  # fmt: skip
