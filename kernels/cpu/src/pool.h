@@ -135,7 +135,9 @@ void Worker::each(long count, F&& f, Last&& last) {
         if (i < count) f(i);
         if (p.done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
             last();
-            p.over.store(1, std::memory_order_release);
+            // Sequentially consistent, as all that is notified about here: the library looks whether anybody sleeps before it
+            // wakes, and may look before a weaker store can be seen by one who is just falling asleep.
+            p.over.store(1);
             p.over.notify_all();
         }
     }
