@@ -84,13 +84,18 @@ def options_of(model: type[BaseModel], only: Iterable[str] | None = None) -> Cal
     return decorate
 
 
+# What is not a name when it is empty, and is not left out by that either.
+NAMES = ("model", "served_model_name", "cache_secret", "host")
+
+
 def given(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop options that were not given, so that the model's defaults hold. An empty variable counts as not given.
+    """Drop options that were not given, so that the model's defaults hold. An empty variable counts as not given, and
+    so does an empty flag of what can be left out: ``--api-key-file ""`` is none, whatever the variable says.
 
     Raises: ConfigError that names a flag given with nothing.
     """
     context = click.get_current_context(silent=True)
-    for name, value in values.items():
-        if value == "" and context and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+    for name in NAMES:
+        if values.get(name) == "" and context and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name.replace('_', '-')}: is empty")
     return {k: v for k, v in values.items() if v is not None and v != ""}

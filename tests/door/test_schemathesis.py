@@ -78,6 +78,12 @@ class Known:
             ):
                 case.body.pop(name, None)
             case.body.pop("previous_response_id", None)
+            if number % 2 and "messages" in case.body:
+                # What no schema can say: a tool's result answers a call, the template shows every field. The others are
+                # sent as they are.
+                case.body["messages"] = [{"role": "user", "content": "x"}]
+                for name in ("tools", "tool_choice"):
+                    case.body.pop(name, None)
             for name in BOUNDED:
                 case.body.pop(name, None)
             if case.operation.label in TALKING - {"POST /tokenize"}:
