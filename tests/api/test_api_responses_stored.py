@@ -27,30 +27,14 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture(scope="module")
-def _served(store: MemoryStore) -> Iterator[Server]:
+def _server(store: MemoryStore) -> Iterator[Server]:
     with Server(ApiSettings(ping_interval=0.2, resume_grace=0.3), store=store) as server:
         yield server
 
 
 @pytest.fixture
-def server(_served: Server) -> Iterator[Server]:
-    _served.reset()
-    yield _served
-    _served.call(_served.engine.gate.set)
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20, trust_env=False) as client:
-        yield client
-
-
-@pytest.fixture
-def api(server: Server) -> Iterator[Any]:
-    with openai.OpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
-    ) as client:
-        yield client.responses
+def api(sdk: openai.OpenAI) -> Any:
+    return sdk.responses
 
 
 def gone(api: Any, response_id: str) -> None:
