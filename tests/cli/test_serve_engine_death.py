@@ -8,12 +8,11 @@ import re
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from test_serve_ends import Serve, ask
+from serve_process import Serve, ask
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,16 +26,6 @@ def dying(self):
     publish(self)
 AsyncEngine._publish_news = dying
 """
-
-
-@pytest.fixture
-def started() -> Iterator[list[Serve]]:
-    servers: list[Serve] = []
-    yield servers
-    for server in servers:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
