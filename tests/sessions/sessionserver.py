@@ -70,6 +70,13 @@ class Answer:
     usage: dict[str, Any] | None
     done: bool
     error: dict[str, Any] | None = None
+    snapshot: bool = False  # the text stands in place of all that its reader had
+
+    def go_on(self, more: Answer) -> None:
+        """``more`` is what its reader was told after this."""
+        self.text = more.text if more.snapshot else self.text + more.text
+        self.ids += more.ids
+        self.done, self.error = more.done, more.error
 
     @property
     def turn_id(self) -> str:
@@ -77,12 +84,14 @@ class Answer:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
-    """(last id, data) of each event."""
+    """(last id, data) of each event; the response's extension ``snapshot`` says that one came."""
     last = ""
     lines = response.extensions.setdefault("lines", response.aiter_lines())  # reading may go on later
     async for line in lines:
         if line.startswith("id: "):
             last = line[4:]
+        elif line == "event: snapshot":
+            response.extensions["snapshot"] = True
         elif line.startswith("data: "):
             yield last, line[6:]
 
@@ -105,6 +114,7 @@ async def read_answer(response: httpx.Response, until: int | None = None) -> Ans
             answer.finish = choice["finish_reason"] or answer.finish
         if until is not None and int(last.rsplit(":", 1)[1]) >= until:
             break
+    answer.snapshot = response.extensions.pop("snapshot", False)
     return answer
 
 

@@ -6,11 +6,10 @@ import asyncio
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-from redisserver import RedisServer
+from redisserver import MakeRedis
 from sessionserver import Answer, Running, read_answer, serving
 
 import chatsvc.api.replica as replica
@@ -70,10 +69,9 @@ class User:
                     until = int(last.rsplit(":", 1)[1]) + self.rng.randrange(1, 60)
                     more = await read_answer(r, until=until)
                     assert not more.ids or more.turn_id == answer.turn_id, "nobody else asks in this session"
-                    answer.text += more.text
-                    answer.ids += more.ids
-                    answer.done, answer.error = more.done, more.error
+                    answer.go_on(more)
                     self.seen["joined"] += 1
+                    self.seen["snapshots"] += more.snapshot
                 else:
                     assert r.status_code == 503, r.status_code
             await asyncio.sleep(0.02)
@@ -101,11 +99,11 @@ class User:
 
 
 async def test_rd_01_rd_03_rd_06_nothing_is_lost_doubled_or_mixed(
-    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    own_redis: MakeRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "SNAPSHOT_EVERY", 20)
     rng, seen = random.Random(7), Counter[str]()
-    server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
+    server = own_redis("--appendonly", "yes", "--appendfsync", "always")
     server.start()
     stores = [WatchedStore(RedisStore(server.url, 3600, lease=3.0), lambda: seen.update(["failed"])) for _ in range(2)]
     async with serving(stores[0], step=0.005) as one, serving(stores[1], step=0.005) as two:
@@ -125,4 +123,3 @@ async def test_rd_01_rd_03_rd_06_nothing_is_lost_doubled_or_mixed(
                 while app.turns._turns or neighbours._own or neighbours._joined:
                     await asyncio.sleep(0.05)
             assert app.engine.scheduler.manager.pool.num_used == 0
-    server.stop()

@@ -40,10 +40,8 @@ def durable_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[RedisSe
     """One of its own, which keeps what it was told when it is killed."""
     folder = tmp_path / "redis"
     folder.mkdir()
-    server = RedisServer(folder, "--appendonly", "yes")
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(folder, "--appendonly", "yes") as server:
+        yield server
 
 
 async def begin_all(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio as aioredis
-from redisserver import DelayProxy, RedisServer
+from redisserver import DelayProxy, MakeRedis, RedisServer
 
 from chatsvc.api.quota import QuotaExceeded, Quotas
 from chatsvc.sessions.quotas import Limits
@@ -175,8 +175,8 @@ async def test_places_are_counted_together_and_a_dead_process_frees_its_own(
         assert sorted(await client.zrange(_keys("k")[1], 0, -1)) == ["c", "d", "e"]
 
 
-async def test_what_is_judged_alone_is_what_this_process_took(tmp_path: Any) -> None:
-    server = RedisServer(tmp_path)
+async def test_what_is_judged_alone_is_what_this_process_took(own_redis: MakeRedis) -> None:
+    server = own_redis()
     server.start()
     limits = Limits(5, None, 4)
     async with quotas(server.url, lease=2.0) as (shared, failed), quotas(server.url) as (other, _):
@@ -208,7 +208,6 @@ async def test_what_is_judged_alone_is_what_this_process_took(tmp_path: Any) -> 
         again = accounts.ticket("k", limits)
         await again.enter(1)
         assert failed.count == before and again.headers()["x-ratelimit-remaining-requests"] == "4"
-    server.stop()
 
 
 async def test_a_slow_redis_is_waited_for_once_and_what_it_took_late_is_given_back(

@@ -57,10 +57,8 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """Without TLS, but with a password."""
     if find_redis() is None:
         pytest.skip(NO_REDIS)
-    server = RedisServer(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD)
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD) as server:
+        yield server
 
 
 @asynccontextmanager
@@ -171,9 +169,7 @@ async def test_a_real_server_with_tls(files: Files, tmp_path: Path) -> None:
         "--tls-cert-file", str(files.server.certificate), "--tls-key-file", str(files.server.key),
         "--tls-protocols", "TLSv1.2",
     ]  # fmt: skip
-    server = RedisServer(tmp_path, *options, binary=binary)
-    server.start()
-    try:
+    with RedisServer(tmp_path, *options, binary=binary):
         await use(url(port, *mutual(files, files.client)))
         assert "no client certificate" in await refusal(url(port, f"ssl_ca_certs={files.ca}"))
         assert f"ssl_certfile={files.wrong_client.certificate}" in await refusal(
@@ -183,8 +179,6 @@ async def test_a_real_server_with_tls(files: Files, tmp_path: Path) -> None:
         wrong[0] = f"ssl_ca_certs={files.other_ca}"
         assert f"ssl_ca_certs={files.other_ca}" in await refusal(url(port, *wrong))
         assert "password" in await refusal(url(port, *mutual(files, files.client), password="guess"))
-    finally:
-        server.stop()
 
 
 async def test_a_wrong_authority_is_named(files: Files, secret: RedisServer) -> None:

@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import SSLConnection
-from redisserver import DelayProxy, RedisServer
+from redisserver import DelayProxy, MakeRedis, RedisServer
 from sessionserver import Running, events, read_answer, serving
 
 from chatsvc.errors import ConfigError
@@ -43,9 +42,9 @@ async def test_rd_01_two_servers_on_one_redis(redis_server: RedisServer) -> None
         assert prompts[1] > prompts[0] + 400  # the whole first turn was in it
 
 
-async def test_rd_03_a_redis_that_restarts_breaks_no_stream(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_rd_03_a_redis_that_restarts_breaks_no_stream(own_redis: MakeRedis) -> None:
     """An append-only Redis is killed and started again in the middle of answers."""
-    server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
+    server = own_redis("--appendonly", "yes", "--appendfsync", "always")
     server.start()
     async with serving(RedisStore(server.url, 3600), step=0.005) as app:
         sids = [await app.session() for _ in range(5)]
@@ -68,7 +67,6 @@ async def test_rd_03_a_redis_that_restarts_breaks_no_stream(tmp_path: Path, redi
         for sid in sids:
             answer = (await app.read(sid))["messages"][1]
             assert answer["status"] == "done" and answer["usage"]["completion_tokens"] == 150
-    server.stop()
 
 
 class Pace:
@@ -100,11 +98,9 @@ class Pace:
 
 
 @pytest.mark.parametrize("trouble", ["slow", "hung", "full", "late"])
-async def test_rd_03_a_redis_in_trouble_does_not_slow_a_stream(
-    tmp_path: Path, redis_server: RedisServer, trouble: str
-) -> None:
+async def test_rd_03_a_redis_in_trouble_does_not_slow_a_stream(own_redis: MakeRedis, trouble: str) -> None:
     """The text goes on while Redis is slow, answers nothing, refuses writes, or answers what it was asked long ago."""
-    server = RedisServer(tmp_path)
+    server = own_redis()
     server.start()
     async with DelayProxy(server.port) as proxy:
         store = WatchedStore(
@@ -142,7 +138,6 @@ async def test_rd_03_a_redis_in_trouble_does_not_slow_a_stream(
                 answer = (await until_read(app, sid))["messages"][1]
                 assert (answer["status"], answer["content"]) == ("done", pace.text)
                 assert pace.longest < 1.0, f"{trouble}: silent for {pace.longest:.2f} s"
-    server.stop()
 
 
 async def config(server: RedisServer, name: str, value: str) -> None:
@@ -160,11 +155,9 @@ async def until_read(app: Running, sid: str) -> dict[str, Any]:
     return dict(got.json())
 
 
-async def test_rd_03_a_redis_that_lost_its_memory_does_not_stop_a_stream(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
+async def test_rd_03_a_redis_that_lost_its_memory_does_not_stop_a_stream(own_redis: MakeRedis) -> None:
     """It came back empty (no persistence): the answer is told to its end, and there is no session any more."""
-    server = RedisServer(tmp_path)
+    server = own_redis()
     server.start()
     async with serving(RedisStore(server.url, 3600), step=0.01) as app:
         sid = await app.session()
@@ -178,7 +171,6 @@ async def test_rd_03_a_redis_that_lost_its_memory_does_not_stop_a_stream(
         answer = await turn
         assert answer.done and answer.usage is not None and answer.usage["completion_tokens"] == 250
         assert (await app.http.get(f"/v1/sessions/{sid}")).status_code == 404
-    server.stop()
 
 
 async def test_rd_04_an_answer_that_lasts_longer_than_the_life_of_its_session(redis_server: RedisServer) -> None:
@@ -231,8 +223,8 @@ async def test_rd_05_every_key_of_a_turn_has_a_life(redis_server: RedisServer) -
             assert (await turn).done
 
 
-async def test_a_url_with_a_password_and_tls_passes_through(tmp_path: Path, redis_server: RedisServer) -> None:
-    server = RedisServer(tmp_path, "--requirepass", "p@ss word")
+async def test_a_url_with_a_password_and_tls_passes_through(own_redis: MakeRedis) -> None:
+    server = own_redis("--requirepass", "p@ss word")
     server.start()
     right = RedisStore(server.url.replace("redis://", "redis://:p%40ss%20word@"), 60)
     wrong = RedisStore(server.url.replace("redis://", "redis://:secret@"), 60)
@@ -243,7 +235,6 @@ async def test_a_url_with_a_password_and_tls_passes_through(tmp_path: Path, redi
     assert "password" in str(refused.value) and "secret" not in str(refused.value)
     for store in (right, wrong):
         await store.close()
-    server.stop()
     tls = RedisStore("rediss://user:word@h:6390/2?ssl_cert_reqs=none&ssl_ca_path=/ca", 60)
     for pool in (tls._pool, tls._relay._blocking.connection_pool):
         made = pool.connection_kwargs

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis.asyncio as aioredis
-from redisserver import DelayProxy, RedisServer
+from redisserver import DelayProxy, MakeRedis, RedisServer
 from test_store_contract import message, session
 
 import chatsvc.sessions.redis as redis_store
@@ -89,6 +91,28 @@ async def test_sqlite_file_that_is_none(tmp_path: Path) -> None:
     path.write_bytes(b"this is not a database" * 100)
     for _ in range(2):  # the lock was given back
         with pytest.raises(ConfigError, match="cannot be opened"):
+            await SqliteStore(path, 60).open()
+
+
+@pytest.mark.parametrize("torn", ["sessions", "messages", "sessions_by_tenant"])
+async def test_sqlite_file_that_is_torn(tmp_path: Path, torn: str) -> None:
+    """One page is empty, as after a disk that lied: the file opens, and nothing can be read from it."""
+    path = tmp_path / "s.db"
+    store = SqliteStore(path, 60)
+    await store.open()
+    for i in range(20):
+        s = session(title=str(i))
+        s.messages = [message("x" * 500) for _ in range(10)]
+        await store.create(s)
+    await store.close()
+    with closing(sqlite3.connect(path)) as db:
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+        page = db.execute("SELECT rootpage FROM sqlite_master WHERE name=?", (torn,)).fetchone()[0]
+    with path.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(bytes(size))
+    for _ in range(2):  # the lock was given back
+        with pytest.raises(ConfigError, match=r"s\.db is damaged"):
             await SqliteStore(path, 60).open()
 
 
@@ -185,9 +209,9 @@ async def test_a_redis_that_hangs_is_an_error_soon(
         await asyncio.wait_for(store.ping(), 5)
 
 
-async def test_rd_03_redis_goes_and_comes_back(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_rd_03_redis_goes_and_comes_back(own_redis: MakeRedis) -> None:
     """Also away at the start."""
-    server = RedisServer(tmp_path)
+    server = own_redis()
     store = RedisStore(server.url, 3600)
     await store.open()  # nobody there: no error
     s = session()
@@ -204,11 +228,10 @@ async def test_rd_03_redis_goes_and_comes_back(tmp_path: Path, redis_server: Red
     await store.create(s)
     assert await store.get("t", s.id) is not None
     await store.close()
-    server.stop()
 
 
-async def test_rd_03_redis_that_refuses_writes_is_an_error(tmp_path: Path, redis_server: RedisServer) -> None:
-    server = RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction")
+async def test_rd_03_redis_that_refuses_writes_is_an_error(own_redis: MakeRedis) -> None:
+    server = own_redis("--maxmemory", "1", "--maxmemory-policy", "noeviction")
     server.start()
     store = RedisStore(server.url, 3600)
     await store.open()
@@ -216,7 +239,6 @@ async def test_rd_03_redis_that_refuses_writes_is_an_error(tmp_path: Path, redis
         await store.create(session())
     await store.ping()
     await store.close()
-    server.stop()
 
 
 async def test_rd_05_every_key_has_a_life_and_nothing_is_left_by_probes(redis_server: RedisServer) -> None:
@@ -297,9 +319,9 @@ async def test_an_owner_that_comes_back_from_the_dead_changes_nothing(redis_serv
 
 
 @pytest.mark.parametrize("trouble", ["restarted", "hung"])
-async def test_nobody_is_dead_because_redis_was_away(tmp_path: Path, redis_server: RedisServer, trouble: str) -> None:
+async def test_nobody_is_dead_because_redis_was_away(own_redis: MakeRedis, trouble: str) -> None:
     """Redis is away for longer than a lease. When it is back the owner's lease is over, but the owner is there."""
-    server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
+    server = own_redis("--appendonly", "yes", "--appendfsync", "always")
     server.start()
     async with DelayProxy(server.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0"
@@ -332,7 +354,6 @@ async def test_nobody_is_dead_because_redis_was_away(tmp_path: Path, redis_serve
         await first.update_message("t", s.id, replace(m, status="done"))
         for store in (first, second, third):
             await store.close()
-    server.stop()
 
 
 async def test_rd_01_two_processes_append_to_one_session(redis_server: RedisServer) -> None:

@@ -8,12 +8,11 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio as aioredis
-from redisserver import RedisServer
+from redisserver import MakeRedis, RedisServer
 from sessionserver import Answer, Running, read_answer, serving, text_side
 
 import chatsvc.api.neighbours as neighbours
@@ -295,9 +294,9 @@ async def test_se_08_another_tenant_joins_nothing(redis_server: RedisServer) -> 
         await one.http.post(f"/v1/sessions/{sid}/cancel")
 
 
-async def test_every_command_stays_in_one_slot_of_a_cluster(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_every_command_stays_in_one_slot_of_a_cluster(own_redis: MakeRedis) -> None:
     """A server in cluster mode refuses a command or script whose keys lie in several."""
-    server = RedisServer(tmp_path, "--cluster-enabled", "yes")
+    server = own_redis("--cluster-enabled", "yes")
     server.start()
     async with aioredis.Redis.from_url(server.url) as client:
         await client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
@@ -316,7 +315,6 @@ async def test_every_command_stays_in_one_slot_of_a_cluster(tmp_path: Path, redi
         assert (await one.http.patch(f"/v1/sessions/{sids[0]}", json={"title": "t"})).status_code == 200
         assert (await two.http.delete(f"/v1/sessions/{sids[0]}")).status_code == 200
         assert await two.store.interrupt_running() == 0
-    server.stop()
 
 
 async def test_a_process_that_stops_sends_its_readers_to_the_owner(redis_server: RedisServer) -> None:

@@ -30,24 +30,23 @@ async def servers(folder: Path, engine: str = "thread", **limits: int) -> AsyncI
     """(Redis, two processes, a client of each)."""
     if find_redis() is None:
         pytest.skip(NO_REDIS)
-    redis = RedisServer(folder)
-    redis.start()
     lines = ["[[key]]", 'name = "ann"', f'sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"']
     (folder / "keys.toml").write_text("\n".join([*lines, *(f"{k} = {v}" for k, v in limits.items())]))
-    flags = ["--session-store", redis.url, "--api-key-file", "keys.toml", "--engine", engine]
+    flags = ["--api-key-file", "keys.toml", "--engine", engine]
     flags += ["--simulated-step-ms", "20"]
-    made = [Process(folder, name, *flags, before=PATIENT) for name in ("one", "two")]
-    try:
-        for process in made:
-            await asyncio.to_thread(process.wait)
-        async with made[0].client() as a, made[1].client() as b:
-            for http in (a, b):
-                http.headers["Authorization"] = f"Bearer {KEY}"
-            yield redis, *made, a, b
-    finally:
-        for process in made:
-            process.kill()
-        redis.stop()
+    with RedisServer(folder) as redis:
+        flags += ["--session-store", redis.url]
+        made = [Process(folder, name, *flags, before=PATIENT) for name in ("one", "two")]
+        try:
+            for process in made:
+                await asyncio.to_thread(process.wait)
+            async with made[0].client() as a, made[1].client() as b:
+                for http in (a, b):
+                    http.headers["Authorization"] = f"Bearer {KEY}"
+                yield redis, *made, a, b
+        finally:
+            for process in made:
+                process.kill()
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any] = BODY) -> httpx.Response:
