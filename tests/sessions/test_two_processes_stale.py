@@ -16,11 +16,19 @@ from redisserver import MakeRedis, RedisServer
 from sessionserver import Answer, Running, serving
 from test_two_processes import begin, join, seen, stored
 
+import chatsvc.sessions.redis as redis_store
 from chatsvc.errors import StoreError
 from chatsvc.sessions.base import Message, Session
 from chatsvc.sessions.redis import RedisStore
 
 TROUBLES = ["late", "lost", "dead"]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for some seconds is no Redis that is away."""
+    monkeypatch.setattr(redis_store, "COMMAND_TIMEOUT", 30.0)
+    monkeypatch.setattr(redis_store, "DEADLINE", 40.0)
 
 
 @dataclass
@@ -48,8 +56,8 @@ async def stale(redis: RedisServer, trouble: str) -> AsyncIterator[Stale]:
     """``late``: the store has taken the end, its reply comes when the test is through. ``lost``: it does not come, and
     is asked for again and again. ``dead``: the other server thinks this one dead."""
     async with (
-        serving(RedisStore(redis.url, 3600), step=0.01) as one,
-        serving(RedisStore(redis.url, 3600), step=0.01) as two,
+        serving(RedisStore(redis.url, 3600, lease=60), step=0.01) as one,
+        serving(RedisStore(redis.url, 3600, lease=60), step=0.01) as two,
     ):
         update, healed = one.store.update_message, asyncio.Event()
 
