@@ -17,6 +17,7 @@ from chatsvc.models.base import CausalLM, ModelShape
 from chatsvc.runtime import kv
 from chatsvc.runtime.executor import KVCapacity
 from chatsvc.runtime.runner import ModelRunner, move, read_blocks, write_blocks
+from chatsvc.scheduler.budget import first_budget
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SamplingRow, ScheduledRow, SchedulerOutput, StepResult
 
@@ -124,7 +125,7 @@ class LocalExecutor:
         short, per_token = self._measure(runner, max_model_len) if self.config.measure or host else (0.0, 0.0)
         tokens_per_step = 512
         if self.config.measure:
-            tokens_per_step = max(16, min(8192, int((self.config.max_step_seconds - short) / per_token)))
+            tokens_per_step = first_budget(short, per_token, self.config.max_step_seconds)
         log.info(
             "model loaded in %.2f s, measured in %.2f s: attention %s, %d blocks of %d tokens in %s, %d tokens a step",
             loaded - began,
