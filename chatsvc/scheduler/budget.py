@@ -9,9 +9,9 @@ SHORT = 0.4
 class StepBudget:
     """Fixed, or adaptive: steps stay under ``max_seconds`` as contexts grow and the machine slows down.
 
-    A machine that is fast enough takes shorter ones: with :data:`ENOUGH_TOKENS` a step's fixed cost (reading the weights)
-    is spread over many, and what comes meanwhile waits less, so from there on steps only grow up to :data:`SHORT` of
-    ``max_seconds``.
+    A machine that is fast enough takes shorter ones: with :data:`ENOUGH_TOKENS` a step's fixed cost (reading the
+    weights) is spread over many, and what comes meanwhile waits less, so from there on steps only grow up to
+    :data:`SHORT` of ``max_seconds``.
 
     The adaptive budget shrinks at once when a full step was too long and grows slowly while steps are short, between
     ``floor`` and ``ceiling`` (what the start-up measurement allowed, doubled: the start may have been a bad moment).

@@ -35,7 +35,7 @@ def test_full_steps_stay_under_the_limit_and_are_short_where_that_costs_little(n
         if tokens > ENOUGH_TOKENS * 1.1:
             assert seconds <= SHORT * MOST * 1.05
         else:
-            assert tokens >= ENOUGH_TOKENS * 0.9 or seconds > 0.7 * MOST or tokens == 16, "a slow machine uses all its time"
+            assert tokens >= ENOUGH_TOKENS * 0.9 or seconds > 0.7 * MOST or tokens == 16  # slow: all its time
     assert first <= 8192
 
 
