@@ -86,7 +86,8 @@ def test_int8_is_done_by_the_compiled_kernels_or_refused(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="float32 on cuda"):
         make_backend("auto", "cuda", int8=True)
     if compiler():
-        assert make_backend("auto", "cpu", int8=True).name == make_backend("cpu", "cpu", int8=True).name == "cpu-int8"
+        names = {make_backend(name, "cpu", int8=True).name for name in ("auto", "cpu")}
+        assert names in ({"cpu-int8"}, {"cpu-int8-tiles"})
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the compiled CPU kernels: no C\+\+ compiler"):

@@ -45,7 +45,8 @@ class CpuBackend:
     """
 
     def __init__(self, library: Library, threads: int | None = None, int8: bool = False) -> None:
-        self.name = "cpu-int8" if int8 else "cpu"  # also tells caches on disk apart
+        # Also tells caches on disk apart: another arithmetic makes other keys and values.
+        self.name = "cpu-int8-tiles" if int8 and library.whole_simd == "amx-int8" else "cpu-int8" if int8 else "cpu"
         self.library = library
         self.threads = threads or _usable_cpus()
         self.int8 = int8
