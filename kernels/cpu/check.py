@@ -28,22 +28,27 @@ def check(path: Path) -> None:
     # Numbers whose scales are 1: every sum is a whole number, and no rounding can hide a wrong one.
     numbers, weights = (torch.randint(-127, 128, (n, 96), generator=generator).float() for n in (20, 70))
     numbers[:, ::32] = weights[:, ::32] = 127
+    if library.whole_simd == "amx-int8":  # inputs have 16 bits, and a scale for a row; the sums stay below 2^24
+        numbers[:, :30] = torch.randint(-32639, 32640, (20, 30), generator=generator)
+        weights[:, :30] = torch.randint(-10, 11, (70, 30), generator=generator)
+        numbers[:, 0] = 32639
     want = numbers.long() @ weights.long().T
     for rows in range(1, 21):
         got = library.linear(numbers[:rows], weights, None, 2, whole=True)
         assert torch.equal(got.long(), want[:rows]), f"whole numbers, {rows} rows"
 
-    pool = torch.full((20, 1, 2, 8, 2, 32), float("nan"))
     tables = [list(range(1, 18)), [18, 19]]
     q, k, v = (torch.randn(131, heads, 32, generator=generator) for heads in (6, 2, 2))
     slots = [table[p // 8] * 8 + p % 8 for table, n in zip(tables, (130, 1), strict=True) for p in range(n)]
     step = Sequences([130, 1], [130, 1], tables, slots)
-    out = torch.full_like(q, float("nan"))
-    Attention(library, 2)(step.pack(), 2, q, k, v, pool, 0, 0.2, out)
-    exact = reference.paged_attention(
-        q.double(), pool[:, 0, 0].double(), pool[:, 0, 1].double(), tables, [130, 1], [130, 1], 0.2
-    )
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+    for kept, error in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):  # q and weights are bfloat16 by tiles
+        pool = torch.full((20, 1, 2, 8, 2, 32), float("nan"), dtype=kept)
+        out = torch.full_like(q, float("nan"))
+        Attention(library, 2)(step.pack(), 2, q, k, v, pool, 0, 0.2, out)
+        exact = reference.paged_attention(
+            q.double(), pool[:, 0, 0].double(), pool[:, 0, 1].double(), tables, [130, 1], [130, 1], 0.2
+        )
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=error)
 
 
 if __name__ == "__main__":

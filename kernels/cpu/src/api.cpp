@@ -24,6 +24,10 @@ struct Attention {
 
 Lines<float> copied(const float* p, long n) { return p ? Lines<float>(p, p + n) : Lines<float>(); }
 
+Products products(int low, long k) {
+    return !low ? Products::floats : tiles_there() && k <= TILES_K ? Products::tiles : Products::whole;
+}
+
 // ints: query_lens [S], seq_lens [S], table_starts [S + 1], slots [T], tables.
 const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
     s = {tokens, count, ints, ints + count, ints + 2 * count, nullptr, ints + 3 * count + 1};
@@ -54,17 +58,17 @@ API void* ck_model_new(const long* shape, float eps, int threads) {
 API void ck_model_free(void* model) { delete static_cast<Model*>(model); }
 
 // which: 0 qkv, 1 o, 2 gate_up, 3 down of a layer; 4 head, 5 embed. rows: where each output's weights lie, in the format
-// `source`; whole: products in whole numbers. Returns 0, or 1 when there is no memory.
+// `source`; low: products in 8 bits, by tiles where the processor has them. Returns 0, or 1 when there is no memory.
 API int ck_model_linear(void* handle, long layer, int which, long n, long k, int source, const void* const* rows,
-                        const float* bias, int whole) {
+                        const float* bias, int low) {
     auto& model = *static_cast<Model*>(handle);
     Matrix* m = which == 4 ? &model.head : which == 5 ? &model.embed : nullptr;
     if (!m) {
         auto& l = model.layers[layer];
         m = which == 0 ? &l.qkv : which == 1 ? &l.o : which == 2 ? &l.gate_up : &l.down;
     }
-    m->n = n, m->k = k, m->pairs = which == 2, m->whole = whole != 0;
-    model.whole = model.whole || m->whole;
+    m->n = n, m->k = k, m->pairs = which == 2, m->by = products(low, k);
+    model.tiles = model.tiles || m->by == Products::tiles;
     try {
         m->pack(static_cast<Source>(source), rows, bias, model.pool, model.arena);
     } catch (const std::exception&) {
@@ -128,6 +132,7 @@ API int ck_attention(void* handle, const long* ints, long tokens, long count, co
     try {
         a.plan.build(s, p, shape[4], a.pool.size());
         a.pool.run(AttentionPlan::PHASES + 1, [&](Worker& w) {
+            Tiles lent(a.plan.tiles());
             w.each(tokens, [&](long t) { p.write(s.slots[t], layer, k + t * ldk, v + t * ldv); });
             a.plan.run(w, q, ldq, p, layer, scale, out, [] {});
         });
@@ -140,22 +145,23 @@ API int ck_attention(void* handle, const long* ints, long tokens, long count, co
 // y [rows, n] = x [rows, k] W^T (+ bias), for tests and the bench. Packs W anew each time; returns the seconds of the
 // fastest of `repeat` products, or -1.
 API double ck_linear(int threads, const float* x, long rows, int source, const void* const* weights, const float* bias,
-                     long n, long k, int whole, float* y, int repeat) {
+                     long n, long k, int low, float* y, int repeat) {
     try {
         Pool pool(threads);
         Matrix m;
-        m.n = n, m.k = k, m.whole = whole != 0;
+        m.n = n, m.k = k, m.by = products(low, k);
         Arena arena;
         m.pack(static_cast<Source>(source), weights, bias, pool, arena);
-        Rows8 x8;
-        if (m.whole) x8.shape(rows, k);
-        for (long r = 0; m.whole && r < rows; ++r) x8.set(r, x + r * k);
+        LowRows low_x;
+        low_x.shape(m.by, rows, k);
+        for (long r = 0; r < rows; ++r) low_x.set(m.by, r, x + r * k);
         std::vector<Buffers> buffers(threads);
         double best = 1e9;
         for (int i = 0; i < repeat; ++i) {
             const auto began = std::chrono::steady_clock::now();
             pool.run(1, [&](Worker& w) {
-                linear(w, {m, x, k, &x8, rows, y, n, Then::store}, buffers, nullptr, [] {});
+                Tiles lent(m.by == Products::tiles);
+                linear(w, {m, x, k, &low_x, rows, y, n, Then::store}, buffers, nullptr, [] {});
             });
             best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
         }

@@ -3,50 +3,21 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention_tiles.h"
+#include "softmax.h"
 #include "tile.h"
 #include "transpose.h"
 
 namespace {
 
 constexpr long TILE_ROWS = 96;   // query heads of one piece and KV head
-constexpr long SHARED_SPLIT = 4; // segments of one piece that many sequences share
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr long MORE_ROWS = 192;  // by the processor's tiles
+constexpr long SHARED_SPLIT = 4; // segments of a later piece that many sequences share
 
-// (most, sum, out) of what is left of a segment, and of the segment, become those of both.
-void merge(float& most, float& sum, float* out, float seg_most, float seg_sum, const float* seg_out, long width) {
-    float both = std::max(most, seg_most);
-    float old_scale = s_exp(most - both), new_scale = s_exp(seg_most - both);
-    most = both;
-    sum = sum * old_scale + seg_sum * new_scale;
-    vf a = v_set(old_scale), b = v_set(new_scale);
-    for (long i = 0; i < width; i += VL) v_store(out + i, v_fma(v_load(seg_out + i), b, v_load(out + i) * a));
-}
-
-void finish(float sum, const float* from, float* out, long dim) {
+void finish(float sum, const float* from, float* out, long dim, bool tiles) {
+    if (tiles) return tile_finish(from, sum, dim, out);
     vf total = v_set(sum);
     for (long i = 0; i < dim; i += VL) v_store_n(out + i, v_load(from + i) / total, static_cast<int>(dim - i));
-}
-
-// Scores of SEG keys become weights e^(s - most), zero from `visible` on; returns most, sets sum. WHOLE: all are visible.
-template <bool WHOLE>
-float soften_of(float* scores, int visible, float& sum) {
-    auto keep = [&](vf v, long j, float other) { return WHOLE ? v : v_keep(v, visible - static_cast<int>(j), v_set(other)); };
-    vf most = v_set(LOWEST);
-#pragma GCC unroll 4
-    for (long j = 0; j < SEG; j += VL) most = v_max(most, keep(v_load(scores + j), j, LOWEST));
-    const float top = v_most(most);
-    vf total = v_zero();
-#pragma GCC unroll 4
-    for (long j = 0; j < SEG; j += VL) {
-        vf p = keep(v_exp(v_load(scores + j) - v_set(top)), j, 0.0f);
-        v_store(scores + j, p);
-        total = total + p;
-    }
-    sum = v_sum(total);
-    return top;
-}
-float soften(float* scores, long visible, float& sum) {
-    return visible == SEG ? soften_of<true>(scores, SEG, sum) : soften_of<false>(scores, static_cast<int>(visible), sum);
 }
 
 // Memory that will be read soon, asked for line by line; the last run is empty.
@@ -57,10 +28,11 @@ struct Ahead {
     explicit Ahead(const Run* runs) : run(runs), at(runs->begin) {}
     template <int N>
     void fetch() {
-        if (at >= run->end) return;
-        for (int i = 0; i < N; ++i) prefetch(at + 64 * i);
-        at += 64 * N;
-        if (at >= run->end) at = (++run)->begin;
+        for (int i = 0; i < N && at < run->end; ++i) {
+            prefetch(at);
+            at += 64;
+            if (at >= run->end) at = (++run)->begin;
+        }
     }
 };
 
@@ -121,11 +93,14 @@ void Pages::write(long slot, long layer, const float* k, const float* v) const {
     }
 }
 
+long AttentionPlan::piece_rows() const { return tiles_ ? MORE_ROWS : TILE_ROWS; }
+
 void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, int threads) {
-    heads_ = heads, kv_heads_ = pages.kv_heads;
+    heads_ = heads, kv_heads_ = pages.kv_heads, threads_ = threads;
     width_ = round_up(pages.dim, NR);
+    tiles_ = pages.kept == Kept::bf16 && tiles_fit(pages.dim);
     rows_.clear(), pieces_.clear(), merges_.clear(), singles_.clear();
-    const long group = heads / pages.kv_heads, tile_queries = std::max(1L, TILE_ROWS / group);
+    const long group = heads / pages.kv_heads, tile_queries = std::max(1L, piece_rows() / group);
     for (long i = 0, token = 0; i < s.count; token += s.query_lens[i++]) {
         const Single leader{i, token, s.seq_lens[i], s.tables + s.table_starts[i]};
         if (s.query_lens[i] == 1) {
@@ -137,16 +112,21 @@ void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, in
         for (long end = s.query_lens[i]; end > 0; end -= tile_queries) {
             const long first = std::max(0L, end - tile_queries), segments = (before + end + SEG - 1) / SEG;
             const long row = static_cast<long>(rows_.size());
-            for (long t = first; t < end; ++t) rows_.push_back({token + t, before + t, -1});
+            for (long t = first; t < end; ++t) rows_.push_back({token + t, before + t, -1, 0});
             add(row, end - first, leader, 0, segments, segments, false, 1);
         }
     }
     plan_decodes(pages, threads);
-    const size_t rows = std::max(TILE_ROWS, group), all = rows * pages.kv_heads;
+    const size_t rows = std::max(piece_rows(), group), all = rows * pages.kv_heads;
     scratch_.resize(threads);
     for (auto& mem : scratch_) {
-        mem.q.resize(all * pages.dim), mem.out.resize(all * width_), mem.most.resize(all), mem.sum.resize(all);
-        mem.scores.resize(rows * SEG), mem.piece.resize(rows * width_);
+        const size_t more = tiles_ ? EDGE : 0;  // whole tiles are read and written
+        mem.q.resize(all * pages.dim), mem.out.resize((all + more) * width_), mem.most.resize(all), mem.sum.resize(all);
+        mem.scores.resize(rows * SEG), mem.piece.resize((rows + more) * width_);
+        if (tiles_) {
+            mem.q16.resize((all + more) * pages.dim);
+            mem.keys16.resize(SEG * pages.dim), mem.values16.resize(SEG * pages.dim);
+        }
         mem.seg_most.resize(rows), mem.seg_sum.resize(rows);
         mem.keys.resize(SEG * pages.dim), mem.values.resize(SEG * width_), mem.zeros.resize(width_);
         mem.key_rows.resize(pages.dim);
@@ -173,7 +153,7 @@ void AttentionPlan::plan_decodes(const Pages& pages, int threads) {
         return na != nb ? na < nb : a.token < b.token;
     });
     const long row = static_cast<long>(rows_.size());
-    for (const Single& single : singles_) rows_.push_back({single.token, single.keys - 1, -1});
+    for (const Single& single : singles_) rows_.push_back({single.token, single.keys - 1, -1, 0});
     partial_rows_ = 0;
     first_single_ = row;
     // With few sequences each is cut, so that every thread has something to read.
@@ -187,7 +167,7 @@ void AttentionPlan::plan_decodes(const Pages& pages, int threads) {
 
 // The singles [begin, end) have the segments before `first` in common, and those are planned.
 void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& pages) {
-    const long size = pages.block_size, tile_queries = std::max(1L, TILE_ROWS / (heads_ / kv_heads_));
+    const long size = pages.block_size, tile_queries = std::max(1L, piece_rows() / (heads_ / kv_heads_));
     // Whole segments that two of them have in common.
     auto common = [&](const Single& a, const Single& b) {
         const long keys = std::min(a.keys, b.keys);
@@ -207,16 +187,23 @@ void AttentionPlan::plan_shared(long begin, long end, long first, const Pages& p
         if (stop == begin + 1) {
             const long segments = (leader.keys + SEG - 1) / SEG, row = first_single_ + begin;
             const bool keep = first > 0 || segments > step_;
+            if (first == 0) rows_[row].merged = std::min(step_, segments);
             if (keep) {
+                const long results = segments - rows_[row].merged + 1;
                 rows_[row].partial = partial_rows_;
-                partial_rows_ += segments;
-                merges_.push_back({row, segments});
+                partial_rows_ += results;
+                merges_.push_back({row, results});
             }
             add(row, 1, leader, first, segments, std::min(step_, segments), keep, kv_heads_);
         } else {
-            for (long at = begin; at < stop; at += tile_queries)
-                add(first_single_ + at, std::min(tile_queries, stop - at), leader, first, shared, SHARED_SPLIT, true,
-                    kv_heads_);
+            // From the first segment on a piece merges as it goes, so it is not cut; later ones are, where that gives work to
+            // more threads.
+            const long fair = (stop - begin) * kv_heads_ / threads_, whole_tile = (EDGE * kv_heads_ + heads_ - 1) / heads_;
+            const long queries = first ? tile_queries : std::clamp(fair, std::min(whole_tile, tile_queries), tile_queries);
+            for (long i = begin; first == 0 && i < stop; ++i) rows_[first_single_ + i].merged = shared;
+            for (long at = begin; at < stop; at += queries)
+                add(first_single_ + at, std::min(queries, stop - at), leader, first, shared, first ? SHARED_SPLIT : shared, true,
+                    first ? kv_heads_ : 1);
             plan_shared(begin, stop, shared, pages);
         }
         begin = stop;
@@ -227,27 +214,44 @@ void AttentionPlan::piece(const Piece& p, const Piece* next, Scratch& mem, const
                           float scale, float* out) {
     const long dim = pages.dim, group = heads_ / kv_heads_, rows = p.rows * group;
     const Row* tokens = rows_.data() + p.row;
-    for (long kv = p.kv_first; kv < p.kv_end; ++kv)
+    const bool few = tiles_ && rows <= EDGE;
+    for (long kv = p.kv_first; kv < p.kv_end; ++kv) {
         for (long r = 0; r < rows; ++r) {
             const float* from = q + tokens[r / group].token * ldq + (kv * group + r % group) * dim;
-            float* to = mem.q.data() + ((kv - p.kv_first) * rows + r) * dim;
+            const long at = ((kv - p.kv_first) * rows + r) * dim;
+            if (tiles_) {
+                tile_narrow(from, scale, dim, few ? mem.keys16.data() + r * dim : mem.q16.data() + at);
+                continue;
+            }
+            float* to = mem.q.data() + at;
             for (long i = 0; i < dim; i += VL) {
                 int left = static_cast<int>(dim - i);
                 v_store_n(to + i, v_load_n(from + i, left) * v_set(scale), left);
             }
         }
+        if (few) tile_queries(rows, mem.keys16.data(), dim, mem.q16.data() + (kv - p.kv_first) * EDGE * dim);
+    }
     const auto of_kind = pages.kept == Kept::f32   ? &AttentionPlan::segment<float>
                          : pages.kept == Kept::f16 ? &AttentionPlan::segment<Half>
                                                    : &AttentionPlan::segment<Bfloat>;
     for (long seg = p.first; seg < p.end; ++seg)
         for (long kv = p.kv_first; kv < p.kv_end; ++kv) (this->*of_kind)(p, next, seg, kv, mem, pages, layer);
-    if (p.keep) return;
+    if (p.first) return;
     for (long kv = p.kv_first; kv < p.kv_end; ++kv)
         for (long r = 0; r < rows; ++r) {
-            const long at = (kv - p.kv_first) * rows + r;
-            finish(mem.sum[at], mem.out.data() + at * width_,
-                   out + (tokens[r / group].token * heads_ + kv * group + r % group) * dim, dim);
+            const long at = (kv - p.kv_first) * rows + r, head = kv * group + r % group;
+            const float* from = mem.out.data() + at * width_;
+            if (p.keep)
+                keep(tokens[r / group].partial, head, mem.most[at], mem.sum[at], from);
+            else
+                finish(mem.sum[at], from, out + (tokens[r / group].token * heads_ + head) * dim, dim, tiles_);
         }
+}
+
+void AttentionPlan::keep(long at, long head, float most, float sum, const float* from) {
+    float* to = partial(at, head);
+    to[0] = most, to[1] = sum;
+    std::copy_n(from, width_, to + 2);
 }
 
 // f(block, offset, j, n) for each stretch of `count` keys from `first` that lies in one block: keys first + j .. + n.
@@ -289,53 +293,75 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         const bool more = seg + 1 < p.end;
         const Piece* soon = more ? &p : next;
         const long from = more ? first + SEG : soon ? soon->first * SEG : 0;
-        const long ahead = rows < 2 * MR && soon ? std::min(SEG, soon->keys - from) : 0;
+        const long ahead = (tiles_ || rows < 2 * MR) && soon ? std::min(SEG, soon->keys - from) : 0;
         if (ahead > 0) each_run(*soon, from, ahead, size, [&](long block, long offset, long, long n) {
-            for (int value = 0; value < 2; ++value) {
-                const long others = (kv_heads_ - soon->kv_end + soon->kv_first) * dim;
-                const char* at = pages.at(block, layer, value, offset) + soon->kv_first * dim * sizeof(T);
-                mem.runs.push_back({at, at + (n * pages.token() - others) * sizeof(T)});
-            }
+            const long heads = soon->kv_end - soon->kv_first, stretch = heads == kv_heads_ ? n : 1;
+            for (int value = 0; value < 2; ++value)
+                for (long i = 0; i < n; i += stretch) {
+                    const char* at = pages.at(block, layer, value, offset + i) + soon->kv_first * dim * sizeof(T);
+                    mem.runs.push_back({at, at + stretch * heads * dim * sizeof(T)});
+                }
         });
         mem.runs.push_back({nullptr, nullptr});
         mem.run = 0, mem.run_at = mem.runs[0].begin;
     }
     Ahead coming(mem.runs.data());
     coming.run += mem.run, coming.at = mem.run_at;
-    constexpr long STEP = VL * 4 / sizeof(T);
-    for (long j = 0; j < SEG; j += VL)
-        for (long i = 0; i < dim; i += STEP) {
-            coming.template fetch<8>();  // evenly over the segment: memory that waits for nobody is memory that idles
-            transpose(keys + j, i, std::min(dim, i + STEP), mem.keys.data() + j, SEG);
-        }
-
     long begin = 0;  // rows whose position is before the segment have nothing here; positions ascend
     while (tokens[begin / group].position < first) begin += group;
     const long count = rows - begin;
-    const float* q = mem.q.data() + (base + begin) * dim;
-    float* scores = mem.scores.data();
-    products<float>(count, q, dim, mem.key_rows.data(), dim, SEG, scores + begin * SEG, SEG, coming);
-    for (long r = begin; r < rows; ++r) {
-        const long visible = std::min(SEG, tokens[r / group].position + 1 - first);
-        mem.seg_most[r] = soften(scores + r * SEG, visible, mem.seg_sum[r]);
-    }
     // The first segment's result goes straight to its place.
-    const bool fresh = seg == 0 && !p.keep;
-    float* result = fresh ? mem.out.data() + base * width_ : mem.piece.data();
-    products<T>(count, scores + begin * SEG, SEG, values, SEG, width_, result + begin * width_, width_, coming);
-    mem.run = coming.run - mem.runs.data(), mem.run_at = coming.at;
-    for (long r = begin; r < rows; ++r) {
-        const float most = mem.seg_most[r], sum = mem.seg_sum[r], *from = result + r * width_;
-        if (p.keep) {
-            float* to = partial(tokens[r / group].partial + seg, kv_head * group + r % group);
-            to[0] = most, to[1] = sum;
-            std::copy_n(from, width_, to + 2);
-        } else if (fresh) {
-            mem.most[base + r] = most, mem.sum[base + r] = sum;
-        } else {
-            merge(mem.most[base + r], mem.sum[base + r], mem.out.data() + (base + r) * width_, most, sum, from, width_);
+    const bool fresh = seg == 0;
+    float* result = (fresh ? mem.out.data() + base * width_ : mem.piece.data()) + begin * width_;
+    float *most = (fresh ? mem.most.data() + base : mem.seg_most.data()) + begin;
+    float *sum = (fresh ? mem.sum.data() + base : mem.seg_sum.data()) + begin;
+    auto visible = [&](long r) { return std::min(SEG, tokens[(begin + r) / group].position + 1 - first); };
+    auto hand_over = [&](long from, long n) {
+        for (long r = from; p.first && r < from + n; ++r) {
+            const Row& row = tokens[(begin + r) / group];
+            keep(row.partial + 1 + seg - row.merged, kv_head * group + (begin + r) % group, most[r], sum[r], result + r * width_);
         }
+        if (p.first || fresh) return;
+        const long at = base + begin + from;
+        merge(n, mem.most.data() + at, mem.sum.data() + at, mem.out.data() + at * width_, most + from, sum + from,
+              result + from * width_, width_);
+    };
+    if (std::is_same_v<T, Bfloat> && tiles_) {
+        const auto read = [](const T* const* rows_of) { return reinterpret_cast<const std::uint16_t* const*>(rows_of); };
+        tile_values(read(values), dim, mem.values16.data(), [&] { coming.template fetch<4>(); });
+        if (rows <= EDGE) {
+            const std::uint16_t* q = mem.q16.data() + (kv_head - p.kv_first) * EDGE * dim;
+            for (long j = 0; j < SEG; j += EDGE) {
+                for (int i = 0; i < 8; ++i) coming.template fetch<4>();
+                const bool as_they_lie = size % EDGE == 0 && j + EDGE <= there;
+                for (long i = 0; !as_they_lie && i < EDGE; ++i) std::copy_n(read(keys)[j + i], dim, mem.keys16.data() + i * dim);
+                tile_scores_of(as_they_lie ? read(keys)[j] : mem.keys16.data(), (as_they_lie ? pages.token() : dim) * 2, q, dim, j,
+                               mem.scores.data());
+            }
+            tile_some_rows(count, mem.scores.data() + begin * SEG, dim, mem.values16.data(), visible, most, sum, result);
+            hand_over(0, count);
+        } else {
+            tile_keys(read(keys), dim, mem.keys16.data(), [&] { coming.template fetch<4>(); });
+            tile_rows(count, mem.q16.data() + (base + begin) * dim, dim, mem.keys16.data(), mem.values16.data(), visible, most,
+                      sum, result, hand_over);
+        }
+    } else {
+        constexpr long STEP = VL * 4 / sizeof(T);
+        for (long j = 0; j < SEG; j += VL)
+            for (long i = 0; i < dim; i += STEP) {
+                coming.template fetch<8>();  // evenly over the segment: memory that waits for nobody is memory that idles
+                transpose(keys + j, i, std::min(dim, i + STEP), mem.keys.data() + j, SEG);
+            }
+        const float* q = mem.q.data() + (base + begin) * dim;
+        float* scores = mem.scores.data();
+        products<float>(count, q, dim, mem.key_rows.data(), dim, SEG, scores, SEG, coming);
+        soften<false>(scores, count, visible, most, sum, [&](long r, const vf (&weights)[SEG / VL]) {
+            for (long j = 0; j < SEG / VL; ++j) v_store(scores + r * SEG + j * VL, weights[j]);
+        });
+        products<T>(count, scores, SEG, values, SEG, width_, result, width_, coming);
+        hand_over(0, count);
     }
+    mem.run = coming.run - mem.runs.data(), mem.run_at = coming.at;
 }
 
 void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages, long layer, float scale, float* out,
@@ -357,11 +383,11 @@ void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages,
             const Row& row = rows_[m.row];
             const long head = i % heads_, dim = pages.dim;
             float* first = partial(row.partial, head);
-            for (long seg = 1; seg < m.segments; ++seg) {
-                const float* other = partial(row.partial + seg, head);
-                merge(first[0], first[1], first + 2, other[0], other[1], other + 2, width_);
+            for (long i = 1; i < m.results; ++i) {
+                const float* other = partial(row.partial + i, head);
+                merge(1, first, first + 1, first + 2, other, other + 1, other + 2, width_);
             }
-            finish(first[1], first + 2, out + (row.token * heads_ + head) * dim, dim);
+            finish(first[1], first + 2, out + (row.token * heads_ + head) * dim, dim, tiles_);
         },
         last);
 }

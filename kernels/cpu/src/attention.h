@@ -3,18 +3,16 @@
 //
 // Keys are looked at in segments of SEG, counted from position 0 whatever the block size is. A segment gives a query head
 // (most, sum, weighted values) by one code path; segments are merged left to right (Milakov & Gimelshein 2018, online
-// softmax). A piece of work may cover many segments and merge as it goes, or leave each segment's result for a later
-// merge by the same function: same values, same order, same bits.
+// softmax). A piece of work that begins at the first segment merges as it goes; others leave each segment's result for a
+// later merge by the same function: same values, same order, same bits.
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <vector>
 
 #include "arena.h"
 #include "pool.h"
-#include "simd.h"
-
-constexpr long SEG = 64;
-static_assert(SEG % NR == 0);
+#include "softmax.h"
 
 // What the pool keeps. 16 bits are rounded once, when a token's K and V are written; everything after that is float32.
 enum class Kept { f32, f16, bf16 };
@@ -53,6 +51,8 @@ class AttentionPlan {
   public:
     // Cut the step's work into pieces for `threads`.
     void build(const Sequences& s, const Pages& pages, long heads, int threads);
+    // Whether its threads must have made Tiles.
+    bool tiles() const { return tiles_; }
     // Phases that `run` takes.
     static constexpr int PHASES = 2;
     // All threads together. q [tokens, heads, dim] with row stride ldq, out [tokens, heads, dim] contiguous. `last` is
@@ -62,7 +62,9 @@ class AttentionPlan {
 
   private:
     struct Row {
-        long token, position, partial;  // partial: its first segment's place in partials_, in rows of heads, or -1
+        long token, position;
+        long partial;  // where its results begin in partials_, in rows of heads, or -1
+        long merged;   // segments that the first result is of; the others are of one
     };
     struct Piece {
         long row, rows;      // into rows_
@@ -70,15 +72,16 @@ class AttentionPlan {
         long first, end;     // segments
         long keys;           // keys that exist
         long kv_first, kv_end;
-        bool keep;           // leave each segment's result in partials_
+        bool keep;           // leave the result in partials_: merged from the first segment on, of later segments each
     };
     struct Merge {
-        long row, segments;
+        long row, results;
     };
     // Rows of a KV head lie together: [kv_end - kv_first][rows of tokens x heads of the group].
     struct Scratch {
         Lines<float> q, scores, keys, values, out, piece, zeros;
         Lines<float> most, sum, seg_most, seg_sum;
+        Lines<std::uint16_t> q16, keys16, values16;  // for tiles
         std::vector<const float*> key_rows;
         std::vector<Run> runs;
         long run = 0;
@@ -89,6 +92,7 @@ class AttentionPlan {
         const long* table;
     };
 
+    long piece_rows() const;
     void plan_decodes(const Pages& pages, int threads);
     void plan_shared(long begin, long end, long first, const Pages& pages);
     void add(long row, long rows, const Single& leader, long first, long end, long step, bool keep, long kv_step);
@@ -99,10 +103,12 @@ class AttentionPlan {
     void segment(const Piece& p, const Piece* next, long seg, long kv_head, Scratch& mem, const Pages& pages, long layer);
     template <class F>
     static void each_run(const Piece& p, long first, long count, long size, F&& f);
+    void keep(long at, long head, float most, float sum, const float* from);
     float* partial(long at, long head) { return partials_.data() + (at * heads_ + head) * (width_ + 2); }
 
-    long heads_ = 0, kv_heads_ = 0, width_ = 0;   // width_: dim rounded up to NR
+    long heads_ = 0, kv_heads_ = 0, threads_ = 0, width_ = 0;   // width_: dim rounded up to NR
     long first_single_ = 0, partial_rows_ = 0;    // where the singles are in rows_; what partials_ must hold
+    bool tiles_ = false;                          // products by the processor's tiles
     long step_ = 0;                               // segments of a piece of one single
     std::vector<Row> rows_;
     std::vector<Piece> pieces_;

@@ -52,7 +52,48 @@ void block(const Product& p, long panel, long row, Coming coming) {
     for (int i = 0; i < P; ++i) store<M>(p, panel + i, row, acc[i]);
 }
 
+// More rows than have sums in registers for both vectors of a panel: one after the other.
+template <Format F, int M>
+void halves(const Product& p, long panel, long row, Coming coming) {
+    const Matrix& m = p.m;
+    const float* x[(M + 2) / 3];
+    for (int i = 0; i < (M + 2) / 3; ++i) x[i] = p.x + (row + 3 * i) * p.ldx;
+    vf all[M][2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        const unsigned char* at = m.panel(panel);
+        vf acc[M];
+        for (int r = 0; r < M; ++r) acc[r] = v_zero();
+        for (long first = 0; first < m.k; first += GROUP, at += m.group_bytes()) {
+            Reader<F> from;
+            from.group(at);
+            const long count = std::min(GROUP, m.k - first);
+            for (long i4 = 0; i4 < (count + 3) / 4; ++i4) {
+                if (i4 % 2 == half) coming();
+                from.four(i4);
+                auto add = [&](int j) __attribute__((always_inline)) {
+                    const vf w = from.get(j, half);
+#pragma GCC unroll 16
+                    for (int r = 0; r < M; ++r)
+                        acc[r] = v_fma(v_set(x[r / 3][r % 3 * p.ldx + first + 4 * i4 + j]), w, acc[r]);
+                };
+                if (4 * i4 + 4 <= count)
+                    add(0), add(1), add(2), add(3);
+                else
+                    for (int j = 0; j < count % 4; ++j) add(j);
+            }
+        }
+        for (int r = 0; r < M; ++r) all[r][half] = acc[r];
+    }
+    store<M>(p, panel, row, all);
+}
+
 using Block = void (*)(const Product&, long, long, Coming);
+template <Format F, int... I>
+constexpr Block pick_halves(long rows, std::integer_sequence<int, I...>) {
+    constexpr Block some[] = {halves<F, MR + 1 + I>...};
+    return some[rows - MR - 1];
+}
 template <Format F, int... I>
 constexpr Block pick(long rows, bool wide, std::integer_sequence<int, I...>) {
     constexpr Block one[] = {block<F, I + 1, 1>...}, several[] = {block<F, I + 1, side_by_side(I + 1)>...};
@@ -67,7 +108,9 @@ void run(const Product& p, const Part& part, const char* ahead) {
         next = panel + (wide ? unit : 1);
         const char* soon = next < end ? reinterpret_cast<const char*>(p.m.panel(next)) : ahead;
         const long step = ((next - panel) * p.m.panel_bytes() + fours - 1) / fours;
-        pick<F>(part.rows, wide, std::make_integer_sequence<int, MR>())(p, panel, part.row, {soon, step});
+        const auto f = part.rows > MR ? pick_halves<F>(part.rows, std::make_integer_sequence<int, DIRECT_ROWS - MR>())
+                                      : pick<F>(part.rows, wide, std::make_integer_sequence<int, MR>());
+        f(p, panel, part.row, {soon, step});
     }
 }
 
@@ -82,5 +125,7 @@ void linear_direct(const Product& p, const Part& part, const char* ahead) {
         case Format::bf16: return run<Format::bf16>(p, part, ahead);
         case Format::q8: return run<Format::q8>(p, part, ahead);
         case Format::q4: return run<Format::q4>(p, part, ahead);
+        case Format::t8:
+        case Format::t4: return;  // linear_tiles
     }
 }

@@ -12,6 +12,7 @@ constexpr long X_BYTES = 768 << 10;
 // A task is about so many panels times rows, so that taking it costs little beside doing it.
 constexpr long TASK = 24;
 constexpr long WHOLE_FASTER = 3;  // than float32
+constexpr long TILE_PANELS = 4;   // however many rows
 
 // `floats`: the panel.
 template <int M>
@@ -53,13 +54,15 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
             const std::function<void()>& last) {
     const Matrix& m = p.m;
     const long panels = m.count(), threads = w.pool.size();
-    const long band = std::max<long>(BAND, X_BYTES / (m.k * (m.whole ? 1 : 4)) / BAND * BAND);
+    const long size_of_x = m.by == Products::floats ? 4 : m.by == Products::tiles ? 2 : 1;
+    const long band = std::max<long>(BAND, X_BYTES / (m.k * size_of_x) / BAND * BAND);
     const long bands = (p.rows + band - 1) / band;
     const long rows = std::max(1L, p.rows);  // a step of chunks alone samples none: no bands, so no tasks
-    const bool direct = !m.whole && rows <= MR;
+    const bool low = m.by != Products::floats, direct = !low && rows <= DIRECT_ROWS;
     // A task is some neighbouring panels: as many as let each thread have some, but no more than are a moment's work.
-    const long unit = direct ? direct_panels(rows) : 1, most = TASK * (m.whole ? WHOLE_FASTER : 1) / (unit * rows);
-    const long size = direct || m.whole ? unit * std::clamp(panels / (unit * threads * 4), 1L, std::max(1L, most)) : 1;
+    const long unit = direct ? direct_panels(rows) : 1, most = TASK * (low ? WHOLE_FASTER : 1) / (unit * rows);
+    const long least = m.by == Products::tiles ? TILE_PANELS : 1;
+    const long size = direct || low ? unit * std::clamp(panels / (unit * threads * 4), 1L, std::max(least, most)) : 1;
     const long tasks = (panels + size - 1) / size;
     w.each(bands * tasks, [&](long task) {
         const long at = task % tasks * size, row = task / tasks * band;
@@ -69,8 +72,10 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
         const unsigned char* target =
             soon < tasks ? m.panel(soon * size) : next ? next->panel((soon - tasks) % next->count()) : m.panels;
         const char* ahead = reinterpret_cast<const char*>(target);
-        if (m.whole)
+        if (m.by == Products::whole)
             linear8(p, part, ahead);
+        else if (m.by == Products::tiles)
+            linear_tiles(p, part, buffers[w.rank], ahead);
         else if (direct)
             linear_direct(p, part, ahead);
         else

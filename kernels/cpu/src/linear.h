@@ -1,12 +1,12 @@
 // y = x W^T. In float32 every output is one chain of fused multiply-adds over k, ascending, from zero; in whole numbers
-// (linear8.cpp) it is one sum over groups, ascending. Either is the same in every tile, so a row's bits depend on nothing
-// but that row and W.
+// (linear8.cpp) it is one sum over groups, ascending; by tiles (linear_tiles.cpp) one exact sum. Each is the same in every tile, so a row's bits depend on nothing but that row and W.
 #pragma once
 #include <functional>
 #include <vector>
 
 #include "matrix.h"
 #include "pool.h"
+#include "tiles.h"
 
 enum class Then {
     store,   // y = acc + bias
@@ -35,20 +35,62 @@ class Rows8 {
     Lines<std::int32_t> sums_;
 };
 
+// The same with one scale for a row and 16 bits for a number, as two signed digits: number = 256 * high + low, the largest
+// at 127 * 256 + 127. Room for whole tiles of rows; inputs past k are zero.
+class RowsOfDigits {
+  public:
+    void shape(long rows, long k);
+    // A row with a NaN or an infinity in it has NaN for a scale.
+    void set(long row, const float* x);
+
+    long k = 0;  // rounded up to whole tiles
+    // Of 16 bits: the low digits [k] lie behind the high ones.
+    const std::int8_t* row(long r) const { return digits_.data() + r * 2 * k; }
+    float scale(long r) const { return about_[r].scale; }
+    // 128 times the sum of the high and of the low digits
+    std::int32_t high(long r) const { return about_[r].high; }
+    std::int32_t low(long r) const { return about_[r].low; }
+
+  private:
+    struct About {
+        float scale;
+        std::int32_t high, low;
+    };
+    long given_ = 0;
+    Lines<std::int8_t> digits_;
+    Lines<About> about_;
+};
+
+// Inputs of matrices that do not multiply in float32.
+struct LowRows {
+    Rows8 whole;
+    RowsOfDigits digits;
+    void shape(Products by, long rows, long k) {
+        if (by == Products::whole) whole.shape(rows, k);
+        if (by == Products::tiles) digits.shape(rows, k);
+    }
+    void set(Products by, long row, const float* x) {
+        if (by == Products::whole) whole.set(row, x);
+        if (by == Products::tiles) digits.set(row, x);
+    }
+};
+
 constexpr long BAND = 96;  // rows that are done before the next panel: a multiple of this, whole tiles of every kind
-static_assert(BAND % MR == 0);
+static_assert(BAND % MR == 0 && BAND % EDGE == 0);
 
 // What the phases of one thread need for themselves.
 struct Buffers {
-    Lines<float> panel;  // weights of one panel in float32
+    Lines<float> panel;          // weights of one panel in float32
+    Lines<unsigned char> tiles;  // those of some panels in format t8
 };
 
-// x [rows, k] with row stride ldx, or the same in x8 where the matrix is `whole`; y [rows, n] with row stride ldy.
+// x [rows, k] with row stride ldx, or the same in `low` where the matrix does not multiply in float32; y [rows, n] with row
+// stride ldy.
 struct Product {
     const Matrix& m;
     const float* x;
     long ldx;
-    const Rows8* x8;
+    const LowRows* low;
     long rows;
     float* y;
     long ldy;
@@ -71,11 +113,14 @@ struct Coming {
         at += step;
     }
 };
-// In float32, at most MR rows. `ahead`: what this thread reads next.
+constexpr long DIRECT_ROWS = MR + MR / 3;
+// In float32, at most DIRECT_ROWS rows. `ahead`: what this thread reads next.
 void linear_direct(const Product& p, const Part& part, const char* ahead);
 // Panels that it does at a time.
 long direct_panels(long rows);
 // In whole numbers.
 void linear8(const Product& p, const Part& part, const char* ahead);
-// How it does them: avx512-vnni, avx-vnni or "plain".
+// The same by tiles, on a thread that has made Tiles.
+void linear_tiles(const Product& p, const Part& part, Buffers& mem, const char* ahead);
+// How 8 bits are multiplied: amx-int8 (linear_tiles), avx512-vnni, avx-vnni or "plain".
 const char* whole_simd();

@@ -26,7 +26,7 @@ vi four(const std::int8_t* p) {
 template <int M, bool Q4>
 void block(const Product& p, long panel, long row, const char* ahead, long step) {
     const Matrix& m = p.m;
-    const Rows8& x = *p.x8;
+    const Rows8& x = p.low->whole;
     const std::int8_t* numbers[M];
     vf acc[M][2];
     for (int i = 0; i < M; ++i) numbers[i] = x.row(row + i), acc[i][0] = acc[i][1] = v_zero();
@@ -123,6 +123,7 @@ void linear8(const Product& p, const Part& part, const char* ahead) {
 }
 
 const char* whole_simd() {
+    if (tiles_there()) return "amx-int8";
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     return "avx512-vnni";
 #elif defined(__AVXVNNI__)

@@ -21,6 +21,12 @@ std::uint32_t word_at(const Byte* p) {
     return w;
 }
 
+float float_at(const Byte* p) {
+    float f;
+    std::memcpy(&f, p, 4);
+    return f;
+}
+
 // Input i of a row of single numbers.
 float number(Source source, const void* row, long i) {
     if (source == Source::f32) return static_cast<const float*>(row)[i];
@@ -90,15 +96,79 @@ void put(Format format, Byte* group, long lane, const Block& b) {
     }
 }
 
-Format format_of(Source source, bool whole) {
+Format format_of(Source source, Products by) {
+    if (by == Products::tiles) return source == Source::q4_0 || source == Source::q4_1 ? Format::t4 : Format::t8;
     switch (source) {
         case Source::q8_0: return Format::q8;
         case Source::q4_0:
         case Source::q4_1: return Format::q4;
         default: break;
     }
-    if (whole) return Format::q8;
+    if (by == Products::whole) return Format::q8;
     return source == Source::f32 ? Format::f32 : source == Source::f16 ? Format::f16 : Format::bf16;
+}
+
+// Where the tile is that holds input kk of the panel's output `lane`.
+template <class B>
+B* tile_of(B* panel, Format format, long lane, long kk) {
+    return panel + NR * 4 + (kk / TILE_K * (NR / EDGE) + lane / EDGE) * (format == Format::t4 ? TILE4_BYTES : TILE_BYTES);
+}
+long place_in_tile(long lane, long kk) { return kk / 4 * EDGE * 4 + lane % EDGE * 4 + kk % 4; }
+
+// A row of GROUPs of llama.cpp's 4 bits, or of what becomes 8.
+void pack_t4(Source source, const void* row, long k, long lane, Byte* to) {
+    const long groups = k / GROUP;
+    float most = 0;
+    for (long g = 0; g < groups; ++g) {
+        const Block b = block_of(source, row, g, k);
+        const float scale = half_to_float(b.scale), least = half_to_float(b.least);
+        for (long i = 0; i < GROUP; ++i)
+            most = std::max(most, std::fabs(scale * static_cast<float>(b.words[i / 4] >> 8 * (i % 4) & 15) + least));
+    }
+    const float scale = most / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    std::memcpy(to + 4 * lane, &scale, 4);
+    for (long g = 0; g < groups; ++g) {
+        const Block b = block_of(source, row, g, k);
+        Byte* tile = tile_of(to, Format::t4, lane, g * GROUP);
+        const long half = g % 2, at = (half * EDGE + lane % EDGE) * 2;
+        const std::int16_t step = static_cast<std::int16_t>(std::lrintf(half_to_float(b.scale) * inverse * 128.0f));
+        // 128 so that bytes have no sign, a half so that the division rounds to nearest
+        const std::int16_t least = static_cast<std::int16_t>(std::lrintf(half_to_float(b.least) * inverse * 128.0f) + 128 * 128 + 64);
+        std::memcpy(tile + at, &step, 2), std::memcpy(tile + 4 * EDGE + at, &least, 2);
+        for (long i = 0; i < GROUP; ++i)
+            tile[8 * EDGE + place_in_tile(lane, i)] |= static_cast<Byte>((b.words[i / 4] >> 8 * (i % 4) & 15) << 4 * half);
+    }
+}
+void pack_t8(Source source, const void* row, long k, long lane, Byte* to) {
+    Lines<float> x(k);
+    float most = 0;
+    for (long i = 0; i < k; ++i) {
+        if (source == Source::q8_0) {
+            const Byte* block = static_cast<const Byte*>(row) + i / GROUP * 34;
+            x[i] = half_to_float(half_at(block)) * static_cast<float>(static_cast<std::int8_t>(block[2 + i % GROUP]));
+        } else {
+            x[i] = number(source, row, i);
+        }
+        most = std::max(most, std::fabs(x[i]));
+    }
+    const float scale = most / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    std::memcpy(to + 4 * lane, &scale, 4);
+    for (long i = 0; i < k; ++i) {
+        const long q = std::lrintf(std::min(127.0f, std::max(-127.0f, x[i] * inverse)));
+        tile_of(to, Format::t8, lane, i)[place_in_tile(lane, i % TILE_K)] = static_cast<Byte>(q + 128);
+    }
+}
+// Outputs and inputs that are not there are 128 in t8, and in t4 they have no step.
+void pack_tiles(Source source, Format format, const void* const* rows, long k, long bytes, Byte* to) {
+    std::memset(to, 0, NR * 4);
+    std::memset(to + NR * 4, format == Format::t8 ? 128 : 0, bytes - NR * 4);
+    for (Byte* tile = to + NR * 4; format == Format::t4 && tile < to + bytes; tile += TILE4_BYTES)
+        for (long i = 0; i < 2 * EDGE; ++i) {
+            const std::int16_t none = 128 * 128;
+            std::memcpy(tile + 4 * EDGE + 2 * i, &none, 2);
+        }
+    for (long lane = 0; lane < NR; ++lane)
+        if (rows[lane]) (format == Format::t4 ? pack_t4 : pack_t8)(source, rows[lane], k, lane, to);
 }
 
 template <class T>
@@ -123,7 +193,7 @@ void unpack_groups(const Byte* from, long bytes, long groups, float* out) {
 }  // namespace
 
 void Matrix::pack(Source source, const void* const* rows, const float* given_bias, Pool& pool, Arena& arena) {
-    format = format_of(source, whole);
+    format = format_of(source, by);
     panels = static_cast<Byte*>(arena.take(count() * panel_bytes()));
     // The weight row of lane `lane` of panel `p`, or -1.
     auto place = [&](long p, long lane) {
@@ -136,7 +206,9 @@ void Matrix::pack(Source source, const void* const* rows, const float* given_bia
             const void* from[NR];
             for (long lane = 0; lane < NR; ++lane) from[lane] = place(p, lane) < 0 ? nullptr : rows[place(p, lane)];
             const bool all = std::all_of(from, from + NR, [](const void* row) { return row; });
-            if (format == Format::f32 && all) {
+            if (format == Format::t8 || format == Format::t4) {
+                pack_tiles(source, format, from, k, panel_bytes(), to);
+            } else if (format == Format::f32 && all) {
                 float* floats = reinterpret_cast<float*>(to);
                 for (long half = 0; half < NR; half += VL)
                     transpose(reinterpret_cast<const float* const*>(from + half), 0, k, floats + half, NR);
@@ -175,6 +247,20 @@ void Matrix::row(long row, float* out) const {
                 const int both = group[NR * 4 + (at * VL + lane % VL) * 4 + byte], q = lane < VL ? both & 15 : both >> 4;
                 out[kk] = half_to_float(half_at(group + 2 * lane)) * static_cast<float>(q) +
                           half_to_float(half_at(group + NR * 2 + 2 * lane));
+                break;
+            }
+            case Format::t8: {
+                const Byte* tile = tile_of(from, format, lane, kk);
+                out[kk] = float_at(from + 4 * lane) * static_cast<float>(tile[place_in_tile(lane, kk % TILE_K)] - 128);
+                break;
+            }
+            case Format::t4: {
+                const Byte* tile = tile_of(from, format, lane, kk);
+                const long half = kk % TILE_K / GROUP, about = (half * EDGE + lane % EDGE) * 2;
+                const int q = tile[8 * EDGE + place_in_tile(lane, kk % GROUP)] >> 4 * half & 15;
+                const int step = static_cast<std::int16_t>(half_at(tile + about));
+                const int least = static_cast<std::int16_t>(half_at(tile + 4 * EDGE + about));
+                out[kk] = float_at(from + 4 * lane) * static_cast<float>((step * q + least >> 7) - 128);
                 break;
             }
         }

@@ -7,6 +7,7 @@
 #include "arena.h"
 #include "bytes.h"
 #include "pool.h"
+#include "tiles.h"
 
 constexpr long GROUP = 32;  // weights of a row that have a scale in common, as in llama.cpp's formats
 
@@ -18,13 +19,21 @@ enum class Source { f32, f16, bf16, q8_0, q4_0, q4_1 };
 //   q8: [groups] of { f16 scale [NR], bytes [GROUP / 4][NR][4] }, weight = scale * (byte - 128)
 //   q4: [groups] of { f16 scale [NR], f16 least [NR], bytes [GROUP / 4][VL][4] }, weight = scale * half byte + least;
 //       the low halves are the outputs 0 .. VL, the high ones VL .. NR
-enum class Format { f32, f16, bf16, q8, q4 };
+//   t8: f32 scale [NR], then [k / TILE_K][NR / EDGE] tiles: bytes [TILE_K / 4][EDGE][4], weight = scale * (byte - 128)
+//   t4: the same with tiles made of less: { 16 bits step [2][EDGE], least [2][EDGE], bytes [TILE_K / 8][EDGE][4] }, for the
+//       first and the second GROUP of TILE_K; byte of a t8 tile = (step * half byte + least) / 128, rounded down; the low
+//       halves are the first GROUP
+enum class Format { f32, f16, bf16, q8, q4, t8, t4 };
+
+// How its products are taken: in float32 (linear.cpp), in whole numbers (linear8.cpp; the format is q8 or q4 then), or in
+// whole numbers by the processor's matrix tiles (linear_tiles.cpp).
+enum class Products { floats, whole, tiles };
 
 // With `pairs` the matrix is gate over up ([2n, k] packed so that a panel holds VL gates and their VL ups).
-// `whole`: its products are taken in whole numbers (linear8.cpp); the format is q8 or q4 then.
 struct Matrix {
     long n = 0, k = 0;  // outputs (of a pair: one), inputs
-    bool pairs = false, whole = false;
+    bool pairs = false;
+    Products by = Products::floats;
     Format format = Format::f32;
     unsigned char* panels = nullptr;
     float* bias = nullptr;  // packed like a panel with k = 1, or null
@@ -38,15 +47,18 @@ struct Matrix {
         return NR * GROUP * (format == Format::f32 ? 4 : 2);
     }
     long panel_bytes() const {
+        if (format == Format::t8 || format == Format::t4) return NR * 4 + round_up(k, TILE_K) / TILE_K * 2 * tile_bytes();
         return format == Format::q8 || format == Format::q4 ? groups() * group_bytes() : group_bytes() / GROUP * k;
     }
+    long tile_bytes() const { return format == Format::t4 ? TILE4_BYTES : TILE_BYTES; }
     const unsigned char* panel(long i) const { return panels + i * panel_bytes(); }
 
     // rows[i]: where output i's weights lie, gates before ups. `arena` owns what is packed. Files in q4 or q8 stay as they
-    // are; to be `whole` the others become q8: byte = weight / scale to nearest, scale = largest / 127.
+    // are; to be `whole` the others become q8: byte = weight / scale to nearest, scale = largest / 127. For `tiles` all do,
+    // with a scale for a whole row; what the file has in 4 bits is kept in 4 and becomes 8 when it is used.
     void pack(Source source, const void* const* rows, const float* bias, Pool& pool, Arena& arena);
     // weight[row, 0..k) in float32
     void row(long row, float* out) const;
-    // [count, NR] float32 of a panel from input `first` on; of q4 and q8 in whole groups
+    // [count, NR] float32 of a panel from input `first` on; of q4 and q8 in whole groups, not of t8 and t4
     void unpack(long panel, long first, long count, float* out) const;
 };

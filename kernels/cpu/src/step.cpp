@@ -16,15 +16,20 @@ void Model::reserve(long tokens) {
     grow(hidden_, shape.hidden), grow(normed_, shape.hidden), grow(attended_, shape.heads * shape.dim);
     grow(qkv_, (shape.heads + 2 * shape.kv_heads) * shape.dim), grow(inner_, shape.intermediate);
     buffers_.resize(pool.size());
-    if (!whole) return;
-    normed8_.shape(tokens, shape.hidden), attended8_.shape(tokens, shape.heads * shape.dim);
-    inner8_.shape(tokens, shape.intermediate);
+    for (const Layer& l : layers) {
+        low_normed_.shape(l.qkv.by, tokens, shape.hidden), low_normed_.shape(l.gate_up.by, tokens, shape.hidden);
+        low_attended_.shape(l.o.by, tokens, shape.heads * shape.dim), low_inner_.shape(l.down.by, tokens, shape.intermediate);
+    }
+    low_normed_.shape(head.by, tokens, shape.hidden);
 }
 
 void Model::forward(const Step& step) {
     reserve(step.sequences.tokens);
     plan_.build(step.sequences, step.pages, shape.heads, pool.size());
-    pool.run(static_cast<int>(shape.layers) * PHASES + 4, [&](Worker& w) { run(w, step); });
+    pool.run(static_cast<int>(shape.layers) * PHASES + 4, [&](Worker& w) {
+        Tiles lent(tiles || plan_.tiles());
+        run(w, step);
+    });
 }
 
 // Norm and turn a token's q and k in place; k and v go to the pool.
@@ -53,17 +58,20 @@ void Model::run(Worker& w, const Step& step) {
         for (long r = 0; alone(width) && r < rows; ++r) f(r);
     };
     auto each_together = [&](long width, auto&& f) {
-        if (!alone(width)) w.each(rows, f);
+        if (alone(width)) return;
+        w.each((rows + EDGE - 1) / EDGE, [&](long i) {
+            for (long r = i * EDGE; r < std::min(rows, (i + 1) * EDGE); ++r) f(r);
+        });
     };
     auto norm_for = [&](const Matrix& next, const Lines<float>& weight) {
         return [&](long r) {
             rms_norm(hidden_.data() + r * hidden, weight.data(), shape.eps, hidden, normed_.data() + r * hidden);
-            if (next.whole) normed8_.set(r, normed_.data() + r * hidden);
+            low_normed_.set(next.by, r, normed_.data() + r * hidden);
         };
     };
-    auto multiply = [&](const Matrix& m, const float* x, const Rows8& x8, float* y, Then then, const Matrix& next,
+    auto multiply = [&](const Matrix& m, const float* x, const LowRows& low, float* y, Then then, const Matrix& next,
                         auto&& last) {
-        linear(w, {m, x, m.k, &x8, rows, y, m.n, then}, buffers_, &next, last);
+        linear(w, {m, x, m.k, &low, rows, y, m.n, then}, buffers_, &next, last);
     };
 
     w.each(
@@ -75,32 +83,33 @@ void Model::run(Worker& w, const Step& step) {
         const Matrix& after = final ? head : layers[i + 1].qkv;
         const auto& after_norm = final ? norm : layers[i + 1].input_norm;
         auto place_row = [&](long r) { place(layer, step, i, r); };
-        auto attended_row = [&](long r) { attended8_.set(r, attended_.data() + r * q_width); };
-        auto inner_row = [&](long r) { inner8_.set(r, inner_.data() + r * shape.intermediate); };
+        auto attended_row = [&](long r) { low_attended_.set(layer.o.by, r, attended_.data() + r * q_width); };
+        auto inner_row = [&](long r) { low_inner_.set(layer.down.by, r, inner_.data() + r * shape.intermediate); };
+        const bool low_o = layer.o.by != Products::floats, low_down = layer.down.by != Products::floats;
 
         each_together(hidden, norm_for(layer.qkv, layer.input_norm));
-        multiply(layer.qkv, normed_.data(), normed8_, qkv_.data(), Then::store, layer.o,
+        multiply(layer.qkv, normed_.data(), low_normed_, qkv_.data(), Then::store, layer.o,
                  [&] { each_alone(hidden, place_row); });
         each_together(hidden, place_row);
         plan_.run(w, qkv_.data(), qkv_width, step.pages, i, scale, attended_.data(), [&] {
             if (final) gather(step);
             const long kept = final ? step.rows : rows;
-            for (long r = 0; layer.o.whole && kept * q_width <= ALONE && r < kept; ++r) attended_row(r);
+            for (long r = 0; low_o && kept * q_width <= ALONE && r < kept; ++r) attended_row(r);
         });
         if (final) rows = step.rows;
-        if (layer.o.whole) each_together(q_width, attended_row);
-        multiply(layer.o, attended_.data(), attended8_, hidden_.data(), Then::add, layer.gate_up,
+        if (low_o) each_together(q_width, attended_row);
+        multiply(layer.o, attended_.data(), low_attended_, hidden_.data(), Then::add, layer.gate_up,
                  [&] { each_alone(hidden, norm_for(layer.gate_up, layer.post_norm)); });
         each_together(hidden, norm_for(layer.gate_up, layer.post_norm));
-        multiply(layer.gate_up, normed_.data(), normed8_, inner_.data(), Then::swiglu, layer.down, [&] {
-            if (layer.down.whole) each_alone(shape.intermediate, inner_row);
+        multiply(layer.gate_up, normed_.data(), low_normed_, inner_.data(), Then::swiglu, layer.down, [&] {
+            if (low_down) each_alone(shape.intermediate, inner_row);
         });
-        if (layer.down.whole) each_together(shape.intermediate, inner_row);
-        multiply(layer.down, inner_.data(), inner8_, hidden_.data(), Then::add, after,
+        if (low_down) each_together(shape.intermediate, inner_row);
+        multiply(layer.down, inner_.data(), low_inner_, hidden_.data(), Then::add, after,
                  [&] { each_alone(hidden, norm_for(after, after_norm)); });
     }
     each_together(hidden, norm_for(head, norm));
-    multiply(head, normed_.data(), normed8_, step.logits, Then::store, layers[0].qkv, [] {});
+    multiply(head, normed_.data(), low_normed_, step.logits, Then::store, layers[0].qkv, [] {});
 }
 
 // What follows the last attention works row by row, and only these rows are asked for: they come to the front. They

@@ -39,7 +39,7 @@ class Model {
     Matrix embed;    // read row by row; empty when tied to head
     Matrix head;
     bool tied = false;
-    bool whole = false;  // some matrix is
+    bool tiles = false;  // some matrix multiplies by them
 
   private:
     void reserve(long tokens);
@@ -50,5 +50,5 @@ class Model {
     AttentionPlan plan_;
     std::vector<Buffers> buffers_;
     Lines<float> hidden_, normed_, qkv_, attended_, inner_;
-    Rows8 normed8_, attended8_, inner8_;  // the same, where the next matrix is `whole`
+    LowRows low_normed_, low_attended_, low_inner_;  // the same, where the next matrix does not multiply in float32
 };
