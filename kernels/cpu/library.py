@@ -128,8 +128,8 @@ class Library:
 
     @property
     def whole_simd(self) -> str:
-        """What multiplies whole numbers: avx512-vnni, avx-vnni or plain (the vector unit, without an own
-        instruction for it)."""
+        """What multiplies whole numbers: amx-int8 (matrix tiles, with scales for rows), or with scales for groups:
+        avx512-vnni, avx-vnni, plain (the vector unit, without an own instruction for it)."""
         return str(self.ck_whole_simd().decode())
 
     def linear(
@@ -234,7 +234,8 @@ class Attention:
         out: torch.Tensor,
     ) -> None:
         """Write k, v [T, KV, D] to ``pool`` [N, layers, 2, block_size, KV, D], one of :data:`KEPT`; then fill out
-        [T, H, D]. What a pool of 16 bits keeps is rounded once, to nearest; everything else is float32."""
+        [T, H, D]. What a pool of 16 bits keeps is rounded once, to nearest; everything else is float32, but for q and
+        the weights of keys where matrix tiles multiply them: those are bfloat16 then."""
         shape = array("q", (pool.shape[1], pool.shape[3], pool.shape[4], pool.shape[5], q.shape[1]))
         failed = self._lib.ck_attention(
             self._handle,
@@ -281,7 +282,7 @@ class Model:
     ) -> None:
         """``kind``: qkv, o, gate_up (weight [2 * intermediate, hidden]), down; head, embed (layer unused).
 
-        ``whole``: products in whole numbers, both sides in int8 (weights that come in 4 bits stay in 4). Otherwise they
+        ``whole``: products in whole numbers, weights of 8 bits (what comes in 4 stays in 4 in memory). Otherwise they
         are float32, from weights that are kept as they come.
         """
         rows = weight if isinstance(weight, Rows) else Rows.of(weight)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
 import pytest
 import torch
+from int8_rules import by_tiles
+from int8_rules import library as other_library
 
 from kernels import reference
 from kernels.cpu import build
@@ -37,7 +36,9 @@ def attended(library: Library, kept: torch.dtype, dim: int, group: int, lengths:
     exact = reference.paged_attention(
         q.double(), pool[:, 1, 0].double(), pool[:, 1, 1].double(), tables, lengths, lengths, dim**-0.5
     )
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6)
+    # By tiles q and the weights are rounded too: see ``test_cpu_attention.py``.
+    tiles = by_tiles(library) and kept == torch.bfloat16 and dim % 32 == 0
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=0.02 if tiles else 2e-6)
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)
@@ -85,11 +86,9 @@ def test_rounding_is_torchs(kept: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "needs"), [("x86-64", "sse2"), ("haswell", "avx2")])
-def test_other_instruction_sets(target: str, needs: str) -> None:
-    if platform.machine() != "x86_64" or needs not in Path("/proc/cpuinfo").read_text().split():
-        pytest.skip("this machine cannot run it")
-    library = Library(build.ensure(target))
+@pytest.mark.parametrize("target", ["x86-64", "haswell", "cascadelake"])
+def test_other_instruction_sets(target: str) -> None:
+    library = other_library(target)
     for kept in KEPT:
         assert_rounded(library, kept)
         for dim, group, block in ((64, 3, 16), (40, 7, 8), (24, 1, 32)):
