@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from int8_rules import FORMATS, as_multiplied, by_tiles, library, weights_in
+from int8_rules import FORMATS, QUANTS, as_multiplied, by_tiles, library, weights_in
 
 from kernels import reference
 from kernels.cpu import build
@@ -99,3 +101,18 @@ def test_logits_are_near_float64(target: str, layered: bool, fmt: str) -> None:
     far = [(got - want).norm(dim=1) / want.norm(dim=1) for want in (tiny.truth(True), tiny.truth(False))]
     assert far[0].max() < NEAR_DEFINITION[by_tiles(tiny.library)] * (1 + layered)
     assert far[1].max() < NEAR_FILE * (1 + layered)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_1"])
+def test_embeddings_of_blocks_that_no_quantiser_fills(fmt: str) -> None:
+    """Half bytes of 6 to 9, negative scales too: a block's least value is far below all of its weights."""
+    random, groups = np.random.default_rng(4), SHAPE.hidden // 32
+    blocks = random.integers(6, 10, (SHAPE.vocab, groups, 18 if fmt == "q4_0" else 20), dtype=np.uint8)
+    blocks[:, :, -16:] |= random.integers(6, 10, (SHAPE.vocab, groups, 16), dtype=np.uint8) << 4
+    about = random.uniform(-0.1, 0.1, (SHAPE.vocab, groups, 1 if fmt == "q4_0" else 2)).astype(np.float16)
+    blocks[:, :, :-16] = about.view(np.uint8)
+    data = blocks.reshape(SHAPE.vocab, -1)
+    tiny = Tiny(library(), fmt, layered=False)
+    tiny.matrices["head"] = Rows.at(fmt, SHAPE.hidden, data), torch.from_numpy(gguf.dequantize(data, QUANTS[fmt])), None
+    got, want = tiny.logits().double(), tiny.truth(True)
+    assert ((got - want).norm(dim=1) < NEAR_DEFINITION[by_tiles(tiny.library)] * want.norm(dim=1)).all()

@@ -259,8 +259,8 @@ void Matrix::row(long row, float* out) const {
                 const long half = kk % TILE_K / GROUP, about = (half * EDGE + lane % EDGE) * 2;
                 const int q = tile[8 * EDGE + place_in_tile(lane, kk % GROUP)] >> 4 * half & 15;
                 const int step = static_cast<std::int16_t>(half_at(tile + about));
-                const int least = static_cast<std::int16_t>(half_at(tile + 4 * EDGE + about));
-                out[kk] = float_at(from + 4 * lane) * static_cast<float>((step * q + least >> 7) - 128);
+                const int least = half_at(tile + 4 * EDGE + about);  // what does not fit 16 bits does not count
+                out[kk] = float_at(from + 4 * lane) * static_cast<float>(((step * q + least & 0xffff) >> 7) - 128);
                 break;
             }
         }
