@@ -11,7 +11,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from chatsvc.errors import ConfigError
 
@@ -30,6 +40,16 @@ def _seconds(value: Any) -> Any:
     return value
 
 
+def _bytes(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
+    """``1000000``, ``512MiB``, ``1.5 GB`` -> bytes. All of the text counts: pydantic alone reads ``1,5GiB`` as 1."""
+    try:
+        if isinstance(value, str) and re.fullmatch(r"\s*[0-9]*\.?[0-9]+\s*[A-Za-z]*\s*", value) is None:
+            raise ValueError
+        return parse(value)
+    except ValueError:  # pydantic's own error is one, too
+        raise ValueError("a size is a number of bytes with an optional unit: KiB, MiB, GiB ..., e.g. 512MiB") from None
+
+
 def _origins(value: Any) -> Any:
     """``https://a.example,http://localhost:3000`` -> a tuple."""
     if not isinstance(value, str):
@@ -42,6 +62,7 @@ def _origins(value: Any) -> Any:
 
 
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
+Bytes = Annotated[ByteSize, WrapValidator(_bytes)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
 
 
@@ -70,13 +91,13 @@ class ServeConfig(BaseModel):
     threads: int | None = _field(None, "Model", "CPU threads of the forward pass [usable cores]", ge=1, le=1024)
 
     block_size: int = _field(16, "Memory", "tokens of a KV block: 8, 16, 32, 64 or 128")
-    kv_cache_memory: ByteSize | None = _field(
+    kv_cache_memory: Bytes | None = _field(
         None, "Memory", "bytes of the KV pool, e.g. 512MiB [a quarter of the usable memory, at most 4 GiB]"
     )
     num_kv_blocks: int | None = _field(None, "Memory", "usable KV blocks; overrides --kv-cache-memory", ge=1)
-    host_kv_memory: ByteSize = _field(ByteSize(0), "Memory", "swap space and host tier, e.g. 1GiB")
+    host_kv_memory: Bytes = _field(ByteSize(0), "Memory", "swap space and host tier, e.g. 1GiB")
     disk_cache_dir: Path | None = _field(None, "Memory", "directory in which hot prefixes survive a restart [none]")
-    disk_cache_size: ByteSize = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
+    disk_cache_size: Bytes = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
         "auto", "Memory", "auto: as --dtype, bfloat16 with int8; 16 bits take half the memory, and are not exact"
     )

@@ -26,6 +26,7 @@ from chatsvc.api.prompt import render, work
 from chatsvc.api.responses_input import (
     check_outputs,
     input_messages,
+    longer_field,
     response_tools,
     shown_text,
     with_instructions,
@@ -128,7 +129,7 @@ class Responses:
                 len(ids),
                 body.max_output_tokens,
                 services.engine.limit,
-                prompt_param="input",
+                prompt_param=longer_field(body.instructions, [*told.shown, *new]),
                 max_param="max_output_tokens",
             ),
             logprobs=None,
@@ -246,7 +247,8 @@ class Responses:
         assert services.template is not None
         chat = with_instructions(instructions, [*told.shown, *new])
         shift = len(chat) - len(told.shown) - len(new)
-        refuse_hopeless(least_characters(chat, tools, services), services.longest_token, services.engine.limit, "input")
+        param = longer_field(instructions, [*told.shown, *new])
+        refuse_hopeless(least_characters(chat, tools, services), services.longest_token, services.engine.limit, param)
         try:
             return await services.offload(
                 work(chat, tools),

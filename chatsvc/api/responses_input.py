@@ -75,6 +75,11 @@ def with_instructions(instructions: str | None, chat: Sequence[dict[str, Any]]) 
     return [{"role": "system", "content": instructions}, *chat]
 
 
+def longer_field(instructions: str | None, chat: Sequence[dict[str, Any]]) -> str:
+    """The field to shorten when both do not fit. ``chat``: without the instructions."""
+    return "instructions" if len(instructions or "") > sum(len(m["content"]) for m in chat) else "input"
+
+
 def shown_text(chat: Sequence[dict[str, Any]]) -> str:
     """What a reader of the session sees of the input: the words of the user, else the results of tools."""
     texts = [m["content"] for m in chat if m["role"] == "user"] or [m["content"] for m in chat if m["role"] == "tool"]

@@ -58,7 +58,7 @@ class DiskCache:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
-            raise ConfigError(f"--disk-cache-dir {self.folder}: {e.strerror}") from e
+            raise ConfigError(f"--disk-cache-dir {self.folder} cannot be made: {e.strerror}") from e
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"--disk-cache-dir {self.folder} is not readable and writable")
 
@@ -116,8 +116,11 @@ class Persistence:
         if reader is not None:
             seconds = time.perf_counter() - began
             log.info("disk cache: %d blocks restored in %.2f s", len(self._saved), seconds)
-            if reader.damaged or reader.stopped:
-                log.warning("disk cache: %d damaged blocks ignored; %s", reader.damaged, reader.stopped or "read whole")
+            if reader.damaged:
+                blocks = "1 damaged block is" if reader.damaged == 1 else f"{reader.damaged} damaged blocks are"
+                log.warning("disk cache: %s left out", blocks)
+            if reader.stopped:
+                log.warning("disk cache: the rest of the file is left out, because %s", reader.stopped)
         return len(self._saved)
 
     def _open(self) -> DiskReader:

@@ -8,11 +8,13 @@ path is an error of the configuration and not of the network.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlparse
 
 import redis.asyncio as aioredis
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -32,6 +34,7 @@ def pool_of(kind: type[Pool], url: str, **settings: Any) -> Pool:
     Raises: ConfigError: the URL cannot be read, or a file that it names.
     """
     try:
+        _check_path(url)
         pool = kind.from_url(
             url,
             socket_connect_timeout=CONNECT_TIMEOUT,
@@ -42,8 +45,8 @@ def pool_of(kind: type[Pool], url: str, **settings: Any) -> Pool:
         )
         _read_files(pool.connection_kwargs)
         pool.connection_class(**pool.connection_kwargs)  # an option that there is not
-    except (ValueError, TypeError, RedisError):
-        raise ConfigError("--session-store holds a Redis URL that cannot be read.") from None
+    except (ValueError, TypeError, RedisError) as error:
+        raise ConfigError(f"--session-store holds a Redis URL that cannot be read{_option(url, error)}.") from None
     return pool
 
 
@@ -64,8 +67,38 @@ def why_never(error: BaseException | None, settings: dict[str, Any]) -> str | No
             return f"the Redis server refuses TLS with {shown}: {error.reason}"
         if isinstance(error, AuthenticationError) or str(error).startswith("WRONGPASS"):
             return f"the Redis server refuses the user or the password of the URL: {error}"
+        if isinstance(error, ResponseError) and re.search("DB index|SELECT is not allowed", str(error), re.IGNORECASE):
+            return f"the Redis server has no database {settings.get('db')}: {error}"
         error = error.__cause__ or error.__context__
     return None
+
+
+def _check_path(url: str) -> None:
+    """redis-py takes what is no number for database 0, and leaves out the host of a socket's URL.
+
+    Raises: ConfigError, which does not repeat the path: after a ``/`` in a password it is a part of that. ValueError.
+    """
+    parsed = urlparse(url)
+    path = unquote(parsed.path)
+    if parsed.scheme == "unix":
+        if parsed.hostname or path in ("", "/"):
+            raise ConfigError(
+                "--session-store: unix:// needs the absolute path of a socket: unix:///run/redis.sock?db=0."
+            )
+    elif re.fullmatch("/?|/[0-9]+", path) is None:
+        raise ConfigError(
+            "--session-store: after the host of a Redis URL comes the number of a database and nothing else:"
+            " redis://host:6379/0 (a / in a password is written %2F)."
+        )
+
+
+def _option(url: str, error: Exception) -> str:
+    """Which option is wrong; "" when none is, or when what looks like one may be a part of a password with ``?``."""
+    named = re.search(r"(?:argument|Invalid value for) '(\w+)'", str(error))
+    options = url.partition("?")[2]
+    if named is None or "@" in options or f"{named[1]}=" not in options:
+        return ""
+    return f": there is no option {named[1]}" if isinstance(error, TypeError) else f": its option {named[1]} is wrong"
 
 
 def _read_files(settings: dict[str, Any]) -> None:

@@ -83,6 +83,13 @@ def test_the_next_one_goes_on_with_the_session(api: Any, server: Server, http: h
     assert session["messages"][4]["parent_id"] == session["messages"][1]["id"] and session["title"] == "one"
 
 
+@pytest.mark.parametrize("length", [600, 500_000])  # counted, and hopeless before that
+def test_the_longer_one_of_input_and_instructions_is_what_is_too_long(http: httpx.Client, length: int) -> None:
+    for short, long in (("input", "instructions"), ("instructions", "input")):
+        answer = http.post("/v1/responses", json={short: "hi", long: "ab " * length})
+        assert answer.json()["error"]["code"] == "context_length_exceeded" and refused(answer, long)
+
+
 def test_two_branches_at_once(api: Any, server: Server) -> None:
     first = api.create(input="one")
     server.call(server.engine.gate.clear)

@@ -88,11 +88,22 @@ def test_the_early_look_at_the_pool_does_not_log_what_the_load_will_log(caplog: 
         ({"threads": "0"}, "--threads: "),
         ({"served_model_name": ""}, "--served-model-name: "),
         ({"cache_secret": ""}, "--cache-secret: "),
+        ({"host_kv_memory": "lots"}, "--host-kv-memory: a size is .*, e.g. 512MiB$"),
+        ({"kv_cache_memory": "5 XiB"}, "--kv-cache-memory: a size is "),
+        ({"disk_cache_size": "-1"}, "--disk-cache-size: a size is "),
+        ({"disk_cache_size": "1,5GiB"}, "--disk-cache-size: a size is "),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_its_flag(options: dict[str, str], flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}"):
         ServeConfig.of(**options)
+
+
+def test_sizes() -> None:
+    sizes = {"0": 0, "1000": 1000, " 512MiB ": 2**29, "1.5 GiB": 3 * 2**29, ".5k": 500, "2gb": 2 * 10**9}
+    for text, size in sizes.items():
+        assert ServeConfig.of(kv_cache_memory=text).kv_bytes == size
+    assert ServeConfig.of(kv_cache_memory=12).kv_bytes == 12
 
 
 @pytest.mark.parametrize("flag", ["--served-model-name", "--cache-secret"])

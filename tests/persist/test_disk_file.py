@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 from dataclasses import fields
@@ -231,6 +232,22 @@ def test_damage_is_at_worst_a_miss(tmp_path: Path, saved: bytes, how: list[tuple
             break
     _, right = asyncio.run(hits_with(tmp_path, data))
     assert right
+
+
+async def test_the_log_says_what_is_left_out(tmp_path: Path, saved: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "chatsvc.engine.persistence")
+
+    async def said(data: bytes) -> list[str]:
+        caplog.clear()
+        await hits_with(tmp_path, data)
+        return caplog.messages
+
+    last = saved[:-1] + bytes([saved[-1] ^ 1])
+    short = "disk cache: the rest of the file is left out, because it is shorter than it should be"
+    assert await said(saved) == []
+    assert await said(last) == ["disk cache: 1 damaged block is left out"]
+    assert await said(saved[:-1]) == [short]
+    assert await said(last + b"x") == ["disk cache: 1 damaged block is left out", short]
 
 
 async def test_these_tests_would_see_damage_that_is_believed(

@@ -379,6 +379,6 @@ def test_the_flag_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--no-prefix-caching"):
         ServeConfig.of(disk_cache_dir=tmp_path, prefix_caching=False)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match="--disk-cache-dir"):
-        build(ServeConfig.of(executor="simulated", disk_cache_dir=tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"^--disk-cache-dir .*/x cannot be made: Not a directory$"):
+        build(ServeConfig.of(executor="simulated", disk_cache_dir=tmp_path / "file" / "x"))
     assert ServeConfig.of(disk_cache_dir=tmp_path).disk_cache_size == 2**30

@@ -242,3 +242,63 @@ async def test_a_url_with_a_password_and_tls_passes_through(own_redis: MakeRedis
         assert (made["username"], made["password"], made["db"]) == ("user", "word", 2)
         assert (made["ssl_cert_reqs"], made["ssl_ca_path"]) == ("none", "/ca")
     await tls.close()
+
+
+async def refusal(url: str) -> str:
+    """Why a store with this URL does not start."""
+    with pytest.raises(ConfigError, match=r"^--session-store") as refused:
+        store = RedisStore(url, 60)
+        try:
+            await store.open()
+        finally:
+            await store.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["5x", "x", "-1", "1.5", "1/2", "%35x", "5/", "s3cret@h:6379/0"])
+async def test_a_path_that_is_no_database_is_refused(path: str) -> None:
+    """redis-py takes it for database 0, or for 12. Part of a password with ``/`` is in it and is not repeated."""
+    for scheme in ("redis", "rediss"):
+        said = await refusal(f"{scheme}://127.0.0.1:6379/{path}")
+        assert "the number of a database" in said and "s3cret" not in said and path not in said.split()
+
+
+@pytest.mark.parametrize("url", ["unix://", "unix:///", "unix://run/redis.sock"])
+async def test_a_socket_needs_an_absolute_path(url: str) -> None:
+    assert "the absolute path of a socket" in await refusal(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "database"),
+    [("redis://h", None), ("redis://h/", None), ("redis://h/15", 15), ("rediss://h/%37", 7), ("redis://h/?db=3", 3),
+     ("unix:///run/redis.sock?db=2", 2), ("unix://user@/run/redis.sock", None)],
+)  # fmt: skip
+async def test_databases_that_can_be_meant(url: str, database: int | None) -> None:
+    store = RedisStore(url, 60)
+    assert store._pool.connection_kwargs.get("db") == database
+    await store.close()
+
+
+async def test_a_database_that_the_server_does_not_have_is_refused(
+    redis_server: RedisServer, own_redis: MakeRedis
+) -> None:
+    host = redis_server.url.removesuffix("/0")
+    for url, name in ((f"{host}/99", "99"), (f"{host}?db=-1", "-1")):
+        assert f"the Redis server has no database {name}: " in await refusal(url)
+    cluster = own_redis("--cluster-enabled", "yes")
+    cluster.start()
+    assert "has no database 1: " in await refusal(cluster.url.removesuffix("0") + "1")
+
+
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        ("s3cret@h/0?foo=1", ": there is no option foo."),
+        ("s3cret@h/0?db=s3cret", ": its option db is wrong."),
+        ("s?s3cret=1@h/0", "."),  # the password is "s?s3cret=1"
+        ("1?s3cret=1@h/0", "."),
+    ],
+)
+async def test_the_option_that_cannot_be_read_is_named_and_no_password(rest: str, reason: str) -> None:
+    said = await refusal(f"redis://:{rest}")
+    assert said.endswith(f"cannot be read{reason}") and "s3cret" not in said
