@@ -12,6 +12,7 @@ namespace {
 
 constexpr long TILE_ROWS = 96;   // query heads of one piece and KV head
 constexpr long MORE_ROWS = 192;  // by the processor's tiles
+constexpr long FEW_ROWS = 64;    // up to which reading is worth hiding
 constexpr long SHARED_SPLIT = 4; // segments of a later piece that many sequences share
 
 void finish(float sum, const float* from, float* out, long dim, bool tiles) {
@@ -293,7 +294,7 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         const bool more = seg + 1 < p.end;
         const Piece* soon = more ? &p : next;
         const long from = more ? first + SEG : soon ? soon->first * SEG : 0;
-        const long ahead = (tiles_ || rows < 2 * MR) && soon ? std::min(SEG, soon->keys - from) : 0;
+        const long ahead = (tiles_ || rows <= FEW_ROWS) && soon ? std::min(SEG, soon->keys - from) : 0;
         if (ahead > 0) each_run(*soon, from, ahead, size, [&](long block, long offset, long, long n) {
             const long heads = soon->kv_end - soon->kv_first, stretch = heads == kv_heads_ ? n : 1;
             for (int value = 0; value < 2; ++value)
