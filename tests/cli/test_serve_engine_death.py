@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -60,8 +61,9 @@ def test_SH_02_the_server_ends_with_its_engine_and_keeps_what_was_said(
     with contextlib.closing(sqlite3.connect(tmp_path / "chatsvc.db")) as db:
         rows = db.execute("SELECT status, body FROM messages ORDER BY seq").fetchall()
     assert [row[0] for row in rows] == ["done", "interrupted"]
-    said = "".join(re.findall(r'"content":\s*"([^"]*)"', told[turn].decode()))
-    assert said and said[:20] in rows[1][1]
+    events = [json.loads(data) for data in re.findall(r"^data: (\{.*\})", told[turn].decode(), re.MULTILINE)]
+    said = "".join(e["choices"][0]["delta"].get("content", "") for e in events if e.get("choices"))
+    assert said and json.loads(rows[1][1])["content"].startswith(said[:20])
 
     again = Serve(tmp_path, "", "--simulated-step-ms", "1", "--engine", engine)
     started.append(again)
