@@ -51,11 +51,11 @@ class CpuModel:
         )
         for layer in range(config.num_layers):
             for kind in KINDS:
-                self._packed.linear(layer, kind, *weights.linear(layer, kind), whole=int8)
+                self._packed.linear(layer, kind, *weights.linear(layer, kind), low=int8)
             norms = weights.norms(layer)
             self._packed.norms(layer, norms.input, norms.post, norms.q, norms.k)
         norm, head, embed = weights.last()
-        self._packed.linear(0, "head", head, None, whole=int8)
+        self._packed.linear(0, "head", head, None, low=int8)
         if not weights.tied:
             self._packed.linear(0, "embed", embed, None)
         self._packed.finish(norm, weights.tied)

@@ -62,7 +62,7 @@ def random_rows(fmt: str, n: int, k: int) -> Rows:
     return Rows.at(fmt, k, blocks.reshape(n, -1))
 
 
-def random_model(library: Library, shape: Shape, threads: int, fmt: str, whole: bool) -> Model:
+def random_model(library: Library, shape: Shape, threads: int, fmt: str, low: bool) -> Model:
     """A model of that shape, its layers in ``fmt``; head and embedding tied, and in q8_0 where layers have 4 bits."""
     model = Model(library, shape, threads)
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
@@ -75,10 +75,10 @@ def random_model(library: Library, shape: Shape, threads: int, fmt: str, whole: 
     ones = torch.ones(shape.hidden)
     for layer in range(shape.layers):
         for kind, (n, k) in sizes.items():
-            model.linear(layer, kind, random_rows(fmt, n, k), None, whole)
+            model.linear(layer, kind, random_rows(fmt, n, k), None, low)
         model.norms(layer, ones, ones, None, None)
     head = "q8_0" if fmt.startswith("q4") else fmt
-    model.linear(0, "head", random_rows(head, shape.vocab, shape.hidden), None, whole)
+    model.linear(0, "head", random_rows(head, shape.vocab, shape.hidden), None, low)
     model.finish(ones, tied=True)
     return model
 
@@ -101,12 +101,10 @@ class Work:
             4.0 * keys * shape.layers * shape.heads * shape.dim,
         )
 
-    def limit(self, weight_bytes: float, bandwidth: float, rate: float, whole: bool) -> float:
+    def limit(self, weight_bytes: float, bandwidth: float, rate: float, low: bool) -> float:
         """Seconds."""
-        floats = self.attention + (0 if whole else self.linear)
-        return max(
-            (weight_bytes + self.kv_bytes) / bandwidth, floats / rate, self.linear / (2 * rate) if whole else 0.0
-        )
+        floats = self.attention + (0 if low else self.linear)
+        return max((weight_bytes + self.kv_bytes) / bandwidth, floats / rate, self.linear / (2 * rate) if low else 0.0)
 
 
 def huge_pages(size: int) -> torch.Tensor:
@@ -155,7 +153,7 @@ STEPS = (
     ("prefill, last 64 of 2048", 64, 1, 2048),
 )
 LONG = [step for step in STEPS if step[3] >= 512]  # where the pool's numbers decide
-POOLS = ((torch.float32, STEPS), (torch.bfloat16, LONG), (torch.float16, LONG))
+POOLS = ((torch.float32, STEPS), (torch.bfloat16, STEPS), (torch.float16, LONG))
 
 
 def main() -> None:
@@ -174,20 +172,20 @@ def main() -> None:
     library = Library(ensure())
     bandwidth, rate = machine(clock)
     print(
-        f"{library.simd}, int8 by {library.whole_simd}, {options.threads} threads, weights in {options.weights}: reads "
+        f"{library.simd}, int8 by {library.low_simd}, {options.threads} threads, weights in {options.weights}: reads "
         f"{bandwidth / 1e9:.1f} GB/s, float32 {rate / 1e9:.0f} GFLOP/s, load average {os.getloadavg()[0]:.1f}"
     )
     print(f"{'products':<9} {'KV':<9} {'step':<30} {'ms':>8} {'limit ms':>9} {'share':>6} {'tokens/s':>9}")
-    for whole in (False, True):
-        model = random_model(library, SHAPE, options.threads, options.weights, whole)
+    for low in (False, True):
+        model = random_model(library, SHAPE, options.threads, options.weights, low)
         for kept, wanted in POOLS:
             steps = Steps(model, 64 * 512, kept)
             for name, queries, sequences, length in wanted:
                 step, work = steps(queries, sequences, length)
                 seconds = best(step, options.tries, clock)
-                limit = work.limit(model.weight_bytes, bandwidth, rate, whole)
+                limit = work.limit(model.weight_bytes, bandwidth, rate, low)
                 print(
-                    f"{'int8' if whole else 'float32':<9} {str(kept).removeprefix('torch.'):<9} {name:<30} "
+                    f"{'int8' if low else 'float32':<9} {str(kept).removeprefix('torch.'):<9} {name:<30} "
                     f"{seconds * 1e3:8.1f} {limit * 1e3:9.1f} {limit / seconds:6.0%} "
                     f"{queries * sequences / seconds:9.0f}",
                     flush=True,

@@ -1,7 +1,7 @@
 """Does a compiled library compute? ``python -m kernels.cpu.check LIBRARY``: run once after it is built.
 
 A minute part of what the tests do: that every tile gives one row the same bits, that whole numbers are multiplied
-exactly, and that linear layers and attention agree with float64.
+exactly, and that linear layers (of floats and of blocks) and attention agree with float64.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kernels import reference
-from kernels.cpu.library import Attention, Library, Sequences
+from kernels.cpu.library import Attention, Library, Rows, Sequences
 
 
 def check(path: Path) -> None:
@@ -25,16 +26,27 @@ def check(path: Path) -> None:
     for rows in range(1, 26):
         assert torch.equal(library.linear(x[:rows], weight, bias, 1), whole[:rows]), f"tile of {rows} rows"
 
+    blocks = np.random.default_rng(0).integers(0, 256, (70, 3, 34), dtype=np.uint8)  # q8_0: scale, 32 numbers
+    blocks[:, :, :2] = np.float16(0.01).reshape(1).view(np.uint8)
+    inputs = torch.randn(40, 96, generator=generator)
+    numbers = torch.from_numpy(blocks[:, :, 2:].view(np.int8).astype(np.float64).reshape(70, 96))
+    products = library.linear(inputs, Rows.at("q8_0", 96, blocks.reshape(70, -1)), None, 2)
+    want = inputs.double() @ numbers.T * float(np.float16(0.01))
+    torch.testing.assert_close(products.double(), want, rtol=0, atol=1e-4)
+    for count in range(1, 40):
+        part = library.linear(inputs[:count], Rows.at("q8_0", 96, blocks.reshape(70, -1)), None, 1)
+        assert torch.equal(part, products[:count]), f"blocks, {count} rows"
+
     # Numbers whose scales are 1: every sum is a whole number, and no rounding can hide a wrong one.
     numbers, weights = (torch.randint(-127, 128, (n, 96), generator=generator).float() for n in (20, 70))
     numbers[:, ::32] = weights[:, ::32] = 127
-    if library.whole_simd == "amx-int8":  # inputs have 16 bits, and a scale for a row; the sums stay below 2^24
+    if library.tiles:  # inputs have 16 bits, and a scale for a row; the sums stay below 2^24
         numbers[:, :30] = torch.randint(-32639, 32640, (20, 30), generator=generator)
         weights[:, :30] = torch.randint(-10, 11, (70, 30), generator=generator)
         numbers[:, 0] = 32639
     want = numbers.long() @ weights.long().T
     for rows in range(1, 21):
-        got = library.linear(numbers[:rows], weights, None, 2, whole=True)
+        got = library.linear(numbers[:rows], weights, None, 2, low=True)
         assert torch.equal(got.long(), want[:rows]), f"whole numbers, {rows} rows"
 
     tables = [list(range(1, 18)), [18, 19]]

@@ -19,7 +19,7 @@ import torch
 _P, _L, _I, _F, _D = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_simd": (ctypes.c_char_p, []),
-    "ck_whole_simd": (ctypes.c_char_p, []),
+    "ck_low_simd": (ctypes.c_char_p, []),
     "ck_trim": (None, []),
     "ck_model_new": (_P, [_P, _F, _I]),
     "ck_model_free": (None, [_P]),
@@ -127,10 +127,16 @@ class Library:
         return str(self.ck_simd().decode())
 
     @property
-    def whole_simd(self) -> str:
+    def low_simd(self) -> str:
         """What multiplies whole numbers: amx-int8 (matrix tiles, with scales for rows), or with scales for groups:
         avx512-vnni, avx-vnni, plain (the vector unit, without an own instruction for it)."""
-        return str(self.ck_whole_simd().decode())
+        return str(self.ck_low_simd().decode())
+
+    @property
+    def tiles(self) -> bool:
+        """Whether the processor's matrix tiles (AMX) are used: for products in 8 bits, for those of float32 inputs with
+        weights of 4 or 8 bits, and for attention over bfloat16."""
+        return self.low_simd == "amx-int8"
 
     def linear(
         self,
@@ -139,10 +145,10 @@ class Library:
         bias: torch.Tensor | None,
         threads: int,
         repeat: int = 1,
-        whole: bool = False,
+        low: bool = False,
     ) -> torch.Tensor:
         """x [T, in] times weight [out, in], plus bias [out]; for tests and benches."""
-        return self.timed_linear(x, weight, bias, threads, repeat, whole)[0]
+        return self.timed_linear(x, weight, bias, threads, repeat, low)[0]
 
     def timed_linear(
         self,
@@ -151,14 +157,14 @@ class Library:
         bias: torch.Tensor | None,
         threads: int,
         repeat: int,
-        whole: bool,
+        low: bool,
     ) -> tuple[torch.Tensor, float]:
         """The product, and the seconds of the fastest of ``repeat``."""
         rows = weight if isinstance(weight, Rows) else Rows.of(weight)
         y = torch.full((x.shape[0], len(rows)), float("nan"))
         seconds = self.ck_linear(
             threads, _at(x), x.shape[0], rows.source, rows.pointers.ctypes.data, _at(bias),
-            len(rows), x.shape[1], int(whole), _at(y), repeat,
+            len(rows), x.shape[1], int(low), _at(y), repeat,
         )  # fmt: skip
         if seconds < 0:
             raise MemoryError("no memory for packed weights")
@@ -278,12 +284,12 @@ class Model:
             self._lib.ck_model_free(self._handle)
 
     def linear(
-        self, layer: int, kind: str, weight: torch.Tensor | Rows, bias: torch.Tensor | None, whole: bool = False
+        self, layer: int, kind: str, weight: torch.Tensor | Rows, bias: torch.Tensor | None, low: bool = False
     ) -> None:
         """``kind``: qkv, o, gate_up (weight [2 * intermediate, hidden]), down; head, embed (layer unused).
 
-        ``whole``: products in whole numbers, weights of 8 bits (what comes in 4 stays in 4 in memory). Otherwise they
-        are float32, from weights that are kept as they come.
+        ``low``: products in whole numbers, weights of 8 bits (what comes in 4 stays in 4 in memory). Otherwise they
+        are as accurate as float32, from weights that are kept as they come.
         """
         rows = weight if isinstance(weight, Rows) else Rows.of(weight)
         n = len(rows) // 2 if kind == "gate_up" else len(rows)
@@ -296,7 +302,7 @@ class Model:
             rows.source,
             rows.pointers.ctypes.data,
             _at(bias),
-            int(whole),
+            int(low),
         )
         if failed:
             raise MemoryError(f"no memory for the packed weights of {kind}, layer {layer}")

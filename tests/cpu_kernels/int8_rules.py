@@ -44,12 +44,12 @@ def library(target: str = "native") -> Library:
 
 def by_tiles(library: Library) -> bool:
     """Which of the definitions it follows."""
-    return library.whole_simd == "amx-int8"
+    return library.tiles
 
 
 def library_with_tiles() -> Library:
     if not by_tiles(library()):
-        pytest.skip(f"matrix tiles (AMX) are not on this machine, or not known to its compiler: {library().whole_simd}")
+        pytest.skip(f"matrix tiles (AMX) are not on this machine, or not known to its compiler: {library().low_simd}")
     return library()
 
 

@@ -10,17 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int8_rules import by_tiles, library
+from int8_rules import by_tiles, library, weights_in
 
 from chatsvc.models.attention.base import KVCache
 from chatsvc.models.attention.cpu_backend import CpuBackend
 from chatsvc.models.config import ModelConfig
+from chatsvc.models.cpu_step import CpuModel
+from chatsvc.models.cpu_weights import MemoryWeights
 from chatsvc.models.llama import LayerWeights, Linear, LlamaModel, ModelWeights
 from chatsvc.runtime import kv
 from chatsvc.runtime.runner import ModelRunner
 from chatsvc.scheduler.params import SamplingParams
 from chatsvc.scheduler.plan import SamplingRow, ScheduledRow
 from kernels.cpu.build import compiler
+from kernels.cpu.library import Rows
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -40,6 +43,8 @@ PLAIN = ModelConfig(
 )
 # Heads that fill matrix tiles, where there are such, and more rows of a KV head than one piece has.
 WIDE = replace(PLAIN, head_dim=64, num_kv_heads=1)
+# Whole groups of 32, an odd number of them.
+BLOCKS = replace(PLAIN, hidden_size=96, head_dim=16, intermediate_size=160)
 BIASED = replace(PLAIN, architecture="qwen3", num_kv_heads=3, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 
 
@@ -49,20 +54,44 @@ class Kind:
     int8: bool = False
     kept: torch.dtype = torch.float32  # by the pool
     target: str = "native"  # what the library is made for
+    fmt: str = "f32"  # of the weights, as files have them
 
 
 PLAIN_KIND = Kind(PLAIN)
 
 
+class Packed(MemoryWeights):
+    """What ``model`` made of a file's rows comes as those rows."""
+
+    def __init__(self, model: LlamaModel, rows: dict[int, Rows]) -> None:
+        super().__init__(model)
+        self._rows = rows
+
+    def linear(self, layer: int, kind: str) -> tuple[Rows, torch.Tensor | None]:
+        _, bias = super().linear(layer, kind)
+        return self._rows[getattr(self._weights.layers[layer], kind).weight.data_ptr()], bias
+
+    def last(self) -> tuple[torch.Tensor, Rows, Rows]:
+        norm, _, _ = super().last()
+        return norm, self._rows[self._weights.lm_head.data_ptr()], self._rows[self._weights.embed.data_ptr()]
+
+
 @cache
-def model(config: ModelConfig) -> LlamaModel:
+def model(config: ModelConfig, fmt: str = "f32") -> tuple[LlamaModel, dict[int, Rows]]:
+    """With weights that ``fmt`` can say, and each matrix in it, by its address."""
     generator = torch.Generator().manual_seed(5)
+    rows: dict[int, Rows] = {}
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator) * size[-1] ** -0.5
 
+    def said(floats: torch.Tensor) -> torch.Tensor:
+        in_file, floats = weights_in(fmt, *floats.shape, floats)
+        rows[floats.data_ptr()] = in_file
+        return floats
+
     def linear(n: int, k: int, bias: bool) -> Linear:
-        return Linear(random(n, k), random(n) if bias else None)
+        return Linear(said(random(n, k)), random(n) if bias else None)
 
     c = config
     q, key, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
@@ -79,9 +108,9 @@ def model(config: ModelConfig) -> LlamaModel:
         )
         for _ in range(c.num_layers)
     )
-    embed = torch.randn(c.vocab_size, c.hidden_size, generator=generator)
-    head = embed if c.architecture == "llama" else random(c.vocab_size, c.hidden_size)
-    return LlamaModel(config, ModelWeights(embed, layers, 1 + random(c.hidden_size), head))
+    embed = said(torch.randn(c.vocab_size, c.hidden_size, generator=generator))
+    head = embed if c.architecture == "llama" else said(random(c.vocab_size, c.hidden_size))
+    return LlamaModel(config, ModelWeights(embed, layers, 1 + random(c.hidden_size), head)), rows
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -105,11 +134,13 @@ class Rig:
     """A pool of NaN, and steps over it. Blocks are handed out in a shuffled order."""
 
     def __init__(self, kind: Kind, block_size: int, threads: int, blocks: int = 400) -> None:
-        torch_model = model(kind.config)
+        torch_model, in_file = model(kind.config, kind.fmt)
         self.block_size = block_size
         data = kv.allocate(torch_model.shape, blocks, block_size, kind.kept, torch.device("cpu")).data
         data.fill_(float("nan"))
-        self.runner = ModelRunner(torch_model, CpuBackend(library(kind.target), threads, kind.int8), KVCache(data))
+        weights = Packed(torch_model, in_file)
+        packed = CpuModel(library(kind.target), weights, torch_model.rotary, threads, kind.int8)
+        self.runner = ModelRunner(packed, CpuBackend(library(kind.target), threads, kind.int8), KVCache(data))
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(blocks)) + 1
         self._free: Iterator[int] = iter(order.tolist())
 
@@ -147,6 +178,10 @@ LENGTHS = (1, 2, 63, 64, 65, 128, 130, 200, 321)
 KINDS = {
     "plain": PLAIN_KIND,
     "biases-and-norms": Kind(BIASED),
+    "4-bit-blocks": Kind(BLOCKS, fmt="q4_1"),
+    "8-bit-blocks-biases-and-norms": Kind(
+        replace(BIASED, hidden_size=96, head_dim=16, intermediate_size=160), fmt="q8_0"
+    ),
     "int8": Kind(PLAIN, int8=True),
     "int8-biases-and-norms": Kind(BIASED, int8=True),
     "kv-bfloat16": Kind(PLAIN, kept=torch.bfloat16),
@@ -183,7 +218,7 @@ def test_the_packed_model_is_used_and_right(kind: Kind) -> None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    single = model(kind.config)
+    single, _ = model(kind.config, kind.fmt)
     exact = LlamaModel(kind.config, _double(single.weights))
     with torch.inference_mode():
         want = exact.forward(torch.tensor(ids), torch.arange(150), attend, torch.tensor([149]))[0]
@@ -315,7 +350,8 @@ def test_forks_ask_for_one_row_twice() -> None:
 def test_random_histories(data: st.DataObject) -> None:
     """Sequences of random lengths advance by random chunks in random company, on random blocks and threads."""
     block_size = data.draw(st.sampled_from([8, 16, 32, 64]))
-    kind = data.draw(st.sampled_from([PLAIN_KIND, KINDS["int8"], KINDS["int8-wide-kv-bfloat16"]]))
+    names = ("plain", "4-bit-blocks", "int8", "int8-wide-kv-bfloat16")
+    kind = KINDS[data.draw(st.sampled_from(names))]
     rig = Rig(kind, block_size, data.draw(st.sampled_from([1, 2, 3])))
     seeds = data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6))
     waiting = [rig.sequence(prompt(n, n)) for n in seeds]

@@ -54,7 +54,7 @@ def test_tiles_multiply_as_defined(fmt: str, n: int, k: int) -> None:
     x = inputs(210, k)
     want = product_by_rows(x, fmt, rows, floats)
     for count in (*range(1, 19), 31, 32, 33, 48, 49, 97, 192, 193, 210):
-        got = whole.linear(x[:count], rows, None, 1 + count % 3, whole=True)
+        got = whole.linear(x[:count], rows, None, 1 + count % 3, low=True)
         assert torch.equal(got, want[:count]), count
     assert (want[:7].abs().amax(1) > 0).tolist() == [True] * 5 + [False, True]
     assert torch.equal(want[7], torch.zeros(n)) and (want[8] != 0).all() and want[9].isfinite().all()
@@ -70,7 +70,7 @@ def test_tiles_with_inputs_that_fill_none(fmt: str, k: int) -> None:
     x = inputs(33, k)
     want = product_by_rows(x, fmt, rows, floats)
     for count in (1, 15, 16, 17, 33):
-        assert torch.equal(whole.linear(x[:count], rows, None, 2, whole=True), want[:count]), count
+        assert torch.equal(whole.linear(x[:count], rows, None, 2, low=True), want[:count]), count
 
 
 @pytest.mark.parametrize("k", [1536, 65536])
@@ -85,14 +85,14 @@ def test_sums_of_tiles_hold_the_largest_numbers(k: int) -> None:
     want = product_by_rows(x, "f32", Rows.of(weight), weight)
     assert want[0, 0] > 0 and torch.equal(want[:, 1], -want[:, 0])
     for count in (1, 6):
-        assert torch.equal(whole.linear(x[:count], weight, None, 2, whole=True), want[:count])
+        assert torch.equal(whole.linear(x[:count], weight, None, 2, low=True), want[:count])
 
 
 def test_rows_too_long_for_sums_of_tiles() -> None:
     whole, k = library_with_tiles(), 65536 + 32
     x, weight = (torch.randn(2, k, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     want = in_groups(x).double() @ in_groups(weight, half_scales=True).double().T
-    torch.testing.assert_close(whole.linear(x, weight, None, 2, whole=True).double(), want, rtol=0, atol=1e-2)
+    torch.testing.assert_close(whole.linear(x, weight, None, 2, low=True).double(), want, rtol=0, atol=1e-2)
 
 
 def test_the_top_of_tiles_in_whole_numbers() -> None:
@@ -104,7 +104,7 @@ def test_the_top_of_tiles_in_whole_numbers() -> None:
     x[:, 0], weight[:, 0], weight[:, 64] = TOP, 127, -127
     want = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
     assert abs(want).max() < 2**24  # what float32 holds
-    assert np.array_equal(whole.linear(x, weight, None, 2, whole=True).numpy().astype(np.int64), want)
+    assert np.array_equal(whole.linear(x, weight, None, 2, low=True).numpy().astype(np.int64), want)
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_1"])
@@ -121,7 +121,7 @@ def test_blocks_of_four_bits_that_no_quantiser_fills(fmt: str) -> None:
     x = inputs(40, k)
     want = product_by_rows(x, fmt, rows, floats)
     for count in (1, 40):
-        assert torch.equal(whole.linear(x[:count], rows, None, 2, whole=True), want[:count])
+        assert torch.equal(whole.linear(x[:count], rows, None, 2, low=True), want[:count])
 
 
 @pytest.mark.parametrize("target", VECTORS)
@@ -133,7 +133,7 @@ def test_groups_are_multiplied_as_defined(target: str, fmt: str) -> None:
     rows, floats = weights_in(fmt, n, k)
     x = torch.randn(40, k, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, k)
     x[5] = 0
-    got = whole.linear(x, rows, None, 1, whole=True)
+    got = whole.linear(x, rows, None, 1, low=True)
     weights = floats if fmt in QUANTS else in_groups(floats, half_scales=True)
     want = in_groups(x).double() @ weights.double().T
     bound = (in_groups(x).abs().double() @ weights.abs().double().T) * 2.0**-20 + 1e-6
@@ -141,7 +141,7 @@ def test_groups_are_multiplied_as_defined(target: str, fmt: str) -> None:
     assert ((got - want).abs() <= bound).float().mean() > 0.99
     assert (got - want).norm() < 1e-4 * want.norm()
     for count in range(1, 41):
-        assert torch.equal(whole.linear(x[:count], rows, None, 2, whole=True), got[:count]), count
+        assert torch.equal(whole.linear(x[:count], rows, None, 2, low=True), got[:count]), count
 
 
 @pytest.mark.parametrize("target", VECTORS)
@@ -155,7 +155,7 @@ def test_sums_of_groups_are_exact(target: str) -> None:
     x[0], weight[0], x[1], weight[1] = 127, 127, -127, -127
     want = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
     assert abs(want).max() < 2**24  # what float32 holds
-    assert np.array_equal(whole.linear(x, weight, None, 2, whole=True).numpy().astype(np.int64), want)
+    assert np.array_equal(whole.linear(x, weight, None, 2, low=True).numpy().astype(np.int64), want)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_groups_have_the_same_bits_on_every_processor(target: str) -> None:
     x = torch.randn(13, 96, generator=torch.Generator().manual_seed(4))
     for fmt in FORMATS:
         rows, _ = weights_in(fmt, 70, 96)
-        here, there = (one.linear(x, rows, None, 1, whole=True) for one in libraries)
+        here, there = (one.linear(x, rows, None, 1, low=True) for one in libraries)
         assert torch.equal(here, there), fmt
 
 
@@ -174,6 +174,6 @@ def test_groups_have_the_same_bits_on_every_processor(target: str) -> None:
 def test_what_is_no_number_stays_in_its_row(target: str, ill: float) -> None:
     x, weight = torch.ones(40, 40), torch.ones(50, 40)
     x[13, 7] = x[16, 39] = ill
-    out = library(target).linear(x, weight, None, 2, whole=True)
+    out = library(target).linear(x, weight, None, 2, low=True)
     assert out[[13, 16]].isnan().all()
     assert ((out[[i for i in range(40) if i not in (13, 16)]] - 40).abs() <= 0.01).all()

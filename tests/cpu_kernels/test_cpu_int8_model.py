@@ -58,7 +58,7 @@ class Tiny:
         model = Model(self.library, SHAPE, 2)
         for name, (rows, _, bias) in self.matrices.items():
             layer, _, kind = name.rpartition(".")
-            model.linear(int(layer or 0), kind, rows, bias, whole=True)
+            model.linear(int(layer or 0), kind, rows, bias, low=True)
         for layer in range(SHAPE.layers):
             model.norms(layer, self.norms[2 * layer], self.norms[2 * layer + 1], None, None)
         model.finish(self.norms[-1], tied=True)

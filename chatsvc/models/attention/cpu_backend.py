@@ -46,7 +46,7 @@ class CpuBackend:
 
     def __init__(self, library: Library, threads: int | None = None, int8: bool = False) -> None:
         # Also tells caches on disk apart: another arithmetic makes other keys and values.
-        self.name = "cpu-int8-tiles" if int8 and library.whole_simd == "amx-int8" else "cpu-int8" if int8 else "cpu"
+        self.name = "cpu" + "-int8" * int8 + "-tiles" * library.tiles
         self.library = library
         self.threads = threads or _usable_cpus()
         self.int8 = int8
@@ -56,7 +56,10 @@ class CpuBackend:
     @property
     def products(self) -> str:
         """What linear layers are computed with, for people."""
-        return f"int8 products ({self.library.whole_simd})" if self.int8 else f"float32 products ({self.library.simd})"
+        if self.int8:
+            return f"int8 products ({self.library.low_simd})"
+        parts = ", amx-bf16 in parts for 4 and 8 bits" if self.library.tiles else ""
+        return f"float32 products ({self.library.simd}{parts})"
 
     def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:
         """The model packed straight from its files, or None: the caller reads it. Raises: ModelError, MemoryError."""

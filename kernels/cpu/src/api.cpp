@@ -24,8 +24,10 @@ struct Attention {
 
 Lines<float> copied(const float* p, long n) { return p ? Lines<float>(p, p + n) : Lines<float>(); }
 
-Products products(int low, long k) {
-    return !low ? Products::floats : tiles_there() && k <= TILES_K ? Products::tiles : Products::whole;
+Products products(int low, Source source, long k) {
+    const bool whole = source == Source::q8_0 || source == Source::q4_0 || source == Source::q4_1;
+    if (!low) return whole && tiles_there() ? Products::parts : Products::floats;
+    return tiles_there() && k <= TILES_K ? Products::tiles : Products::whole;
 }
 
 // ints: query_lens [S], seq_lens [S], table_starts [S + 1], slots [T], tables.
@@ -39,7 +41,7 @@ const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
 
 API const char* ck_simd() { return SIMD_NAME; }
 // How whole numbers are multiplied.
-API const char* ck_whole_simd() { return whole_simd(); }
+API const char* ck_low_simd() { return low_simd(); }
 
 // Gives freed memory back to the system: what a loader used for weights that have been packed since.
 API void ck_trim() {
@@ -67,8 +69,8 @@ API int ck_model_linear(void* handle, long layer, int which, long n, long k, int
         auto& l = model.layers[layer];
         m = which == 0 ? &l.qkv : which == 1 ? &l.o : which == 2 ? &l.gate_up : &l.down;
     }
-    m->n = n, m->k = k, m->pairs = which == 2, m->by = products(low, k);
-    model.tiles = model.tiles || m->by == Products::tiles;
+    m->n = n, m->k = k, m->pairs = which == 2, m->by = products(low, static_cast<Source>(source), k);
+    model.tiles = model.tiles || m->by == Products::tiles || m->by == Products::parts;
     try {
         m->pack(static_cast<Source>(source), rows, bias, model.pool, model.arena);
     } catch (const std::exception&) {
@@ -149,7 +151,7 @@ API double ck_linear(int threads, const float* x, long rows, int source, const v
     try {
         Pool pool(threads);
         Matrix m;
-        m.n = n, m.k = k, m.by = products(low, k);
+        m.n = n, m.k = k, m.by = products(low, static_cast<Source>(source), k);
         Arena arena;
         m.pack(static_cast<Source>(source), weights, bias, pool, arena);
         LowRows low_x;
@@ -160,7 +162,7 @@ API double ck_linear(int threads, const float* x, long rows, int source, const v
         for (int i = 0; i < repeat; ++i) {
             const auto began = std::chrono::steady_clock::now();
             pool.run(1, [&](Worker& w) {
-                Tiles lent(m.by == Products::tiles);
+                Tiles lent(m.by == Products::tiles || m.by == Products::parts);
                 linear(w, {m, x, k, &low_x, rows, y, n, Then::store}, buffers, nullptr, [] {});
             });
             best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());

@@ -125,7 +125,6 @@ void linear_direct(const Product& p, const Part& part, const char* ahead) {
         case Format::bf16: return run<Format::bf16>(p, part, ahead);
         case Format::q8: return run<Format::q8>(p, part, ahead);
         case Format::q4: return run<Format::q4>(p, part, ahead);
-        case Format::t8:
-        case Format::t4: return;  // linear_tiles
+        default: return;  // by tiles
     }
 }

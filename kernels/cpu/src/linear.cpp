@@ -54,14 +54,14 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
             const std::function<void()>& last) {
     const Matrix& m = p.m;
     const long panels = m.count(), threads = w.pool.size();
-    const long size_of_x = m.by == Products::floats ? 4 : m.by == Products::tiles ? 2 : 1;
+    const long size_of_x = m.by == Products::floats ? 4 : m.by == Products::parts ? 2 * PARTS : m.by == Products::tiles ? 2 : 1;
     const long band = std::max<long>(BAND, X_BYTES / (m.k * size_of_x) / BAND * BAND);
     const long bands = (p.rows + band - 1) / band;
     const long rows = std::max(1L, p.rows);  // a step of chunks alone samples none: no bands, so no tasks
     const bool low = m.by != Products::floats, direct = !low && rows <= DIRECT_ROWS;
     // A task is some neighbouring panels: as many as let each thread have some, but no more than are a moment's work.
     const long unit = direct ? direct_panels(rows) : 1, most = TASK * (low ? WHOLE_FASTER : 1) / (unit * rows);
-    const long least = m.by == Products::tiles ? TILE_PANELS : 1;
+    const long least = m.by == Products::tiles || m.by == Products::parts ? TILE_PANELS : 1;
     const long size = direct || low ? unit * std::clamp(panels / (unit * threads * 4), 1L, std::max(least, most)) : 1;
     const long tasks = (panels + size - 1) / size;
     w.each(bands * tasks, [&](long task) {
@@ -76,6 +76,8 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
             linear8(p, part, ahead);
         else if (m.by == Products::tiles)
             linear_tiles(p, part, buffers[w.rank], ahead);
+        else if (m.by == Products::parts)
+            linear_parts(p, part, buffers[w.rank], ahead);
         else if (direct)
             linear_direct(p, part, ahead);
         else

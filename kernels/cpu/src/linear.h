@@ -1,5 +1,6 @@
 // y = x W^T. In float32 every output is one chain of fused multiply-adds over k, ascending, from zero; in whole numbers
-// (linear8.cpp) it is one sum over groups, ascending; by tiles (linear_tiles.cpp) one exact sum. Each is the same in every tile, so a row's bits depend on nothing but that row and W.
+// (linear8.cpp) and in parts (linear_parts.cpp) it is one sum over groups, ascending; by tiles (linear_tiles.cpp) one exact sum.
+// Each is the same in every tile, so a row's bits depend on nothing but that row and W.
 #pragma once
 #include <functional>
 #include <vector>
@@ -61,17 +62,42 @@ class RowsOfDigits {
     Lines<About> about_;
 };
 
+// Rows of x as tiles of bfloat16: PARTS numbers for an input, whose sum it is (to 2^-25 of it, and above 2^-100).
+constexpr long PARTS = 3;
+class RowsOfParts {
+  public:
+    // k: whole GROUPs. Room for whole tiles of rows.
+    void shape(long rows, long k);
+    void set(long row, const float* x);
+
+    long groups = 0;  // an even number
+    // Those of row's EDGE rows and a group: [EDGE][PARTS][GROUP], the smallest first
+    const unsigned char* parts(long row, long g) const {
+        return parts_.data() + (row / EDGE * groups + g) * PARTS * TILE_BYTES;
+    }
+    // [EDGE] sums of a group's inputs
+    const float* totals(long row, long g) const { return totals_.data() + (row / EDGE * groups + g) * EDGE; }
+
+  private:
+    long given_ = 0;
+    Lines<unsigned char> parts_;
+    Lines<float> totals_;
+};
+
 // Inputs of matrices that do not multiply in float32.
 struct LowRows {
     Rows8 whole;
     RowsOfDigits digits;
+    RowsOfParts parts;
     void shape(Products by, long rows, long k) {
         if (by == Products::whole) whole.shape(rows, k);
         if (by == Products::tiles) digits.shape(rows, k);
+        if (by == Products::parts) parts.shape(rows, k);
     }
     void set(Products by, long row, const float* x) {
         if (by == Products::whole) whole.set(row, x);
         if (by == Products::tiles) digits.set(row, x);
+        if (by == Products::parts) parts.set(row, x);
     }
 };
 
@@ -80,7 +106,7 @@ static_assert(BAND % MR == 0 && BAND % EDGE == 0);
 
 // What the phases of one thread need for themselves.
 struct Buffers {
-    Lines<float> panel;          // weights of one panel in float32
+    Lines<float> panel;          // weights of one panel in float32, or sums of some
     Lines<unsigned char> tiles;  // those of some panels in format t8
 };
 
@@ -122,5 +148,7 @@ long direct_panels(long rows);
 void linear8(const Product& p, const Part& part, const char* ahead);
 // The same by tiles, on a thread that has made Tiles.
 void linear_tiles(const Product& p, const Part& part, Buffers& mem, const char* ahead);
+// In parts, on a thread that has made Tiles.
+void linear_parts(const Product& p, const Part& part, Buffers& mem, const char* ahead);
 // How 8 bits are multiplied: amx-int8 (linear_tiles), avx512-vnni, avx-vnni or "plain".
-const char* whole_simd();
+const char* low_simd();

@@ -122,7 +122,7 @@ void linear8(const Product& p, const Part& part, const char* ahead) {
     }
 }
 
-const char* whole_simd() {
+const char* low_simd() {
     if (tiles_there()) return "amx-int8";
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     return "avx512-vnni";

@@ -82,6 +82,20 @@ Block block_of(Source source, const void* row, long group, long k) {
     }
 }
 
+// Of a strip of EDGE outputs, one group: as tiles read it.
+void put_in_strip(Format format, Byte* group, long column, const Block& b) {
+    std::memcpy(group + 2 * column, &b.scale, 2);
+    for (long i = 0; i < GROUP; ++i) {
+        const Byte number = static_cast<Byte>(b.words[i / 4] >> 8 * (i % 4));
+        const long row = i / 2, place = 2 * column + i % 2;
+        if (format == Format::p8)
+            group[2 * EDGE + row * 2 * EDGE + place] = number ^ 0x80;
+        else
+            group[4 * EDGE + row / 4 * 4 * EDGE + 2 * place + row % 4 / 2] |= static_cast<Byte>(number << 4 * (row % 2));
+    }
+    if (format == Format::p4) std::memcpy(group + 2 * EDGE + 2 * column, &b.least, 2);
+}
+
 void put(Format format, Byte* group, long lane, const Block& b) {
     std::memcpy(group + 2 * lane, &b.scale, 2);
     if (format == Format::q8) {
@@ -99,9 +113,9 @@ void put(Format format, Byte* group, long lane, const Block& b) {
 Format format_of(Source source, Products by) {
     if (by == Products::tiles) return source == Source::q4_0 || source == Source::q4_1 ? Format::t4 : Format::t8;
     switch (source) {
-        case Source::q8_0: return Format::q8;
+        case Source::q8_0: return by == Products::parts ? Format::p8 : Format::q8;
         case Source::q4_0:
-        case Source::q4_1: return Format::q4;
+        case Source::q4_1: return by == Products::parts ? Format::p4 : Format::q4;
         default: break;
     }
     if (by == Products::whole) return Format::q8;
@@ -208,6 +222,12 @@ void Matrix::pack(Source source, const void* const* rows, const float* given_bia
             const bool all = std::all_of(from, from + NR, [](const void* row) { return row; });
             if (format == Format::t8 || format == Format::t4) {
                 pack_tiles(source, format, from, k, panel_bytes(), to);
+            } else if (format == Format::p8 || format == Format::p4) {
+                std::memset(to, 0, panel_bytes());
+                for (long lane = 0; lane < NR; ++lane)
+                    for (long g = 0; from[lane] && g < groups(); ++g)
+                        put_in_strip(format, to + (lane / EDGE * 2 * pairs_of_groups() + g) * strip_bytes(), lane % EDGE,
+                                     block_of(source, from[lane], g, k));
             } else if (format == Format::f32 && all) {
                 float* floats = reinterpret_cast<float*>(to);
                 for (long half = 0; half < NR; half += VL)
@@ -247,6 +267,19 @@ void Matrix::row(long row, float* out) const {
                 const int both = group[NR * 4 + (at * VL + lane % VL) * 4 + byte], q = lane < VL ? both & 15 : both >> 4;
                 out[kk] = half_to_float(half_at(group + 2 * lane)) * static_cast<float>(q) +
                           half_to_float(half_at(group + NR * 2 + 2 * lane));
+                break;
+            }
+            case Format::p8:
+            case Format::p4: {
+                const Byte* strip = from + (lane / EDGE * 2 * pairs_of_groups() + kk / GROUP) * strip_bytes();
+                const long row = kk % GROUP / 2, place = 2 * (lane % EDGE) + kk % 2;
+                const float scale = half_to_float(half_at(strip + 2 * (lane % EDGE)));
+                if (format == Format::p8) {
+                    out[kk] = scale * static_cast<float>(static_cast<std::int8_t>(strip[2 * EDGE + row * 2 * EDGE + place]));
+                    break;
+                }
+                const int q = strip[4 * EDGE + row / 4 * 4 * EDGE + 2 * place + row % 4 / 2] >> 4 * (row % 2) & 15;
+                out[kk] = scale * static_cast<float>(q) + half_to_float(half_at(strip + 2 * EDGE + 2 * (lane % EDGE)));
                 break;
             }
             case Format::t8: {

@@ -11,16 +11,18 @@ bool tiles_there() {
     return granted;
 }
 
-Tiles::Tiles(bool wanted) : wanted_(wanted) {
-    if (!wanted) return;
+void shape_tiles(long rows) {
     struct alignas(64) {
         std::uint8_t palette = 1, start = 0, none[14] = {};
         std::uint16_t bytes[16] = {};
         std::uint8_t rows[16] = {};
     } shape;
-    for (int i = 0; i < 8; ++i) shape.bytes[i] = TILE_K, shape.rows[i] = EDGE;
+    for (int i = 0; i < 8; ++i) shape.bytes[i] = TILE_K, shape.rows[i] = i < 6 ? rows : EDGE;
     settle(&shape);
     _tile_loadconfig(&shape);
+}
+Tiles::Tiles(bool wanted) : wanted_(wanted) {
+    if (wanted) shape_tiles(EDGE);
 }
 Tiles::~Tiles() {
     if (wanted_) _tile_release();
@@ -29,6 +31,7 @@ Tiles::~Tiles() {
 #else
 
 bool tiles_there() { return false; }
+void shape_tiles(long) {}
 Tiles::Tiles(bool wanted) : wanted_(wanted) {}
 Tiles::~Tiles() = default;
 

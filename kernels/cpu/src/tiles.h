@@ -21,6 +21,8 @@ bool tiles_there();
 static inline void settle(const void* p) { asm volatile("" ::"r"(p) : "memory"); }
 #endif
 
+// For a thread that has Tiles: the first six have so many rows from now on, and hold nothing.
+void shape_tiles(long rows);
 // While it lives its thread has eight tiles of EDGE rows of 64 bytes.
 class Tiles {
   public:

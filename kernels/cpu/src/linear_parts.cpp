@@ -1,0 +1,277 @@
+// y = x W^T in the accuracy of float32 by the processor's tiles, for weights that are whole numbers with a scale for each
+// GROUP. Inputs are three bfloat16 parts whose sum they are (as in Henry, Tang & Heinecke 2019, arXiv:1904.06376); a
+// weight's whole number is exact in bfloat16, so its products with parts are exact in float32, where the tile adds them
+// up. An output is then one chain over groups, ascending: acc = fma(sum, scale, acc), and in p4
+// acc = fma(total of x, middle, acc). The tile does the same to a row whatever rows are beside it.
+#include <algorithm>
+
+#include "linear.h"
+#include "store.h"
+
+#if defined(TILES)
+
+namespace {
+
+constexpr int SLOTS = 4;   // sums under way, each in a tile of its own
+constexpr long WIDE = 8;   // groups of weights that lie ready as tiles, or are multiplied
+constexpr long AHEAD = 4;  // how many are made in advance: a tile is not loaded before it has reached the cache
+
+// The three parts of so few rows fit one tile.
+constexpr bool together(int rows) { return rows * PARTS <= EDGE; }
+// Pairs that all panels of a part go through before the next, so that the inputs of R tiles of M rows stay in the L1 cache.
+constexpr long block(int M, int R) { return together(M) ? 1L << 30 : R == 1 ? 4 : 2; }
+
+// A block's pairs of EDGE outputs for one of R tiles of rows; then of the next tile, the next outputs, the next block.
+template <int M, int R>
+struct Visit {
+    const Matrix& m;
+    const Part& part;
+    long first = 0, strip = 0, tile = 0;  // first: pair
+
+    bool there() const { return first < m.pairs_of_groups(); }
+    long pairs() const { return std::min(block(M, R), m.pairs_of_groups() - first); }
+    void next() {
+        if (++tile == R) tile = 0, ++strip;
+        if (strip == 2 * part.panels) strip = 0, first += block(M, R);
+    }
+    const unsigned char* weights() const {
+        return m.panel(part.panel + strip / 2) + (strip % 2 * m.pairs_of_groups() + first) * 2 * m.strip_bytes();
+    }
+};
+
+// A group's weights as a tile: rows of two neighbouring inputs of EDGE outputs.
+template <Format F>
+void widen(const unsigned char* group, unsigned char* to);
+template <>
+inline void widen<Format::p4>(const unsigned char* group, unsigned char* to) {
+    alignas(64) static constexpr std::uint16_t NUMBERS[32] = {
+        // -8 .. 7 in bfloat16, twice: the table is asked with five bits
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const vi numbers = i_load(reinterpret_cast<const unsigned char*>(NUMBERS));
+#pragma GCC unroll 4
+    for (long i = 0; i < 4; ++i, to += 4 * 64) {
+        const vi four = i_load(group + 4 * EDGE + 64 * i);
+        i_store(to, _mm512_permutexvar_epi16(four, numbers));
+        i_store(to + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), numbers));
+        i_store(to + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), numbers));
+        i_store(to + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), numbers));
+    }
+}
+template <>
+inline void widen<Format::p8>(const unsigned char* group, unsigned char* to) {
+    auto floats = [&](long at) {
+        return i_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group + 2 * EDGE + at))));
+    };
+#pragma GCC unroll 4
+    for (long i = 0; i < EDGE; ++i) {
+        const __m512bh row = _mm512_cvtne2ps_pbh(floats(32 * i + 16), floats(32 * i));
+        std::memcpy(to + 64 * i, &row, 64);
+    }
+}
+
+// Products of 32 inputs of all rows: of each part for itself, or added up, the smallest numbers first. Both make the same
+// sums: a tile's instruction adds to what is there once, at its end.
+#define EACH_PART(SUM, WEIGHTS, WIDE, X) \
+    _tile_zero(SUM);                     \
+    _tile_loadd(WEIGHTS, WIDE, 64);      \
+    _tile_loadd(4, X, 64);               \
+    _tile_dpbf16ps(SUM, 4, WEIGHTS)
+#define ALL_PARTS(SUM, WEIGHTS, WIDE, X) \
+    _tile_zero(SUM);                     \
+    _tile_loadd(WEIGHTS, WIDE, 64);      \
+    _tile_loadd(4, X, PARTS * 64);       \
+    _tile_dpbf16ps(SUM, 4, WEIGHTS);     \
+    _tile_loadd(5, X + 64, PARTS * 64);  \
+    _tile_dpbf16ps(SUM, 5, WEIGHTS);     \
+    _tile_loadd(4, X + 128, PARTS * 64); \
+    _tile_dpbf16ps(SUM, 4, WEIGHTS)
+
+// What runs ahead of the sums that are merged: weights become tiles, tiles are multiplied, sums go to memory.
+template <Format F, int M, int R>
+class Front {
+  public:
+    Front(const Product& p, const Part& part, long row, const char* ahead)
+        : x_(p.low->parts), row_(row), bytes_(p.m.strip_bytes()), coming_(ahead), widened_{p.m, part}, now_{p.m, part} {
+        for (long i = 0; i < AHEAD; ++i) widen_one();
+        turn();
+    }
+    // Of every four units one for each SLOT. After it the sums of the unit four before are in memory.
+    template <int SLOT>
+    void go() {
+        widen_one();
+        fetch<(SLOT + 1) % SLOTS>();
+        settle(this);
+        if (!now_.there()) return;
+        const unsigned char *w = wide_[tile_ % WIDE], *x = at_;
+        if constexpr (together(M)) {
+            if constexpr (SLOT == 0) { EACH_PART(0, 6, w, x); }
+            if constexpr (SLOT == 1) { EACH_PART(1, 7, w, x); }
+            if constexpr (SLOT == 2) { EACH_PART(2, 6, w, x); }
+            if constexpr (SLOT == 3) { EACH_PART(3, 7, w, x); }
+        } else {
+            if constexpr (SLOT == 0) { ALL_PARTS(0, 6, w, x); }
+            if constexpr (SLOT == 1) { ALL_PARTS(1, 7, w, x); }
+            if constexpr (SLOT == 2) { ALL_PARTS(2, 6, w, x); }
+            if constexpr (SLOT == 3) { ALL_PARTS(3, 7, w, x); }
+        }
+        ++tile_, at_ += PARTS * TILE_BYTES;
+        if (--left_) return;
+        now_.next();
+        turn();
+    }
+    // [EDGE][EDGE]
+    template <int SLOT>
+    const float (&sums() const)[EDGE][EDGE] {
+        return sums_[SLOT];
+    }
+
+  private:
+    template <int SLOT>
+    void fetch() {
+        if constexpr (SLOT == 0) _tile_stored(0, sums_[0], 64);
+        if constexpr (SLOT == 1) _tile_stored(1, sums_[1], 64);
+        if constexpr (SLOT == 2) _tile_stored(2, sums_[2], 64);
+        if constexpr (SLOT == 3) _tile_stored(3, sums_[3], 64);
+    }
+    void turn() {
+        if (!now_.there()) return;
+        left_ = 2 * now_.pairs(), at_ = x_.parts(row_ + now_.tile * EDGE, 2 * now_.first);
+        if (now_.tile) tile_ -= left_;  // the same weights again
+    }
+    void widen_one() {
+        if (!widening_) {
+            if (!widened_.there()) return;
+            widening_ = 2 * widened_.pairs(), from_ = widened_.weights();
+        }
+        // With several tiles of rows there is as much time for it as they take.
+        if (R > 1 && skip_) return void(--skip_);
+        if (coming_) {
+            for (long j = 0; j < bytes_; j += 64) prefetch(coming_ + j);
+            coming_ += bytes_;
+        }
+        widen<F>(from_, wide_[made_ % WIDE]);
+        from_ += bytes_, ++made_;
+        if (--widening_) return;
+        skip_ = (R - 1) * 2 * widened_.pairs();
+        for (int i = 0; i < R; ++i) widened_.next();
+    }
+
+    const RowsOfParts& x_;
+    const long row_, bytes_;
+    const char* coming_;
+    Visit<M, R> widened_, now_;
+    const unsigned char *from_ = nullptr, *at_ = nullptr;
+    long widening_ = 0, made_ = 0, skip_ = 0, left_ = 0, tile_ = 0;
+    alignas(64) float sums_[SLOTS][EDGE][EDGE];
+    alignas(64) unsigned char wide_[WIDE][TILE_BYTES];
+};
+#undef EACH_PART
+#undef ALL_PARTS
+
+// acc = fma(sums, scale, acc) for a group of weights, and so on: as above.
+template <Format F, int M>
+[[gnu::always_inline]] inline void merge(const float (&sums)[EDGE][EDGE], const unsigned char* group, const float* totals, vf (&acc)[M]) {
+    const std::uint16_t* about = reinterpret_cast<const std::uint16_t*>(group);
+    const vf scale = h_load(about);
+#pragma GCC unroll 16
+    for (int r = 0; r < M; ++r) {
+        const vf sum = together(M) ? v_load(sums[PARTS * r]) + v_load(sums[PARTS * r + 1]) + v_load(sums[PARTS * r + 2])
+                                   : v_load(sums[r]);
+        acc[r] = v_fma(sum, scale, acc[r]);
+    }
+    if (F != Format::p4) return;
+    const vf middle = v_fma(scale, v_set(8.0f), h_load(about + EDGE));  // what the number 0 of -8 .. 7 stands for
+#pragma GCC unroll 16
+    for (int r = 0; r < M; ++r) acc[r] = v_fma(v_set(totals[r]), middle, acc[r]);
+}
+
+// R tiles of M rows, some of which may not be there, of all panels of the part. `ahead`: what is read next, or null.
+template <Format F, int M, int R>
+void multiply(const Product& p, const Part& part, long row, const char* ahead, float* sums) {
+    Front<F, M, R> front(p, part, row, ahead);
+    front.template go<0>(), front.template go<1>(), front.template go<2>(), front.template go<3>();
+    bool even = true;
+    const long bytes = p.m.strip_bytes();
+    for (Visit<M, R> v{p.m, part}; v.there(); v.next()) {
+        float* kept = sums + (v.strip * R + v.tile) * EDGE * EDGE;
+        vf acc[M];
+#pragma GCC unroll 16
+        for (int r = 0; r < M; ++r) acc[r] = v.first ? v_load(kept + r * EDGE) : v_zero();
+        const unsigned char* group = v.weights();
+        const float* totals = p.low->parts.totals(row + v.tile * EDGE, 2 * v.first);
+        for (long left = v.pairs(); left; --left, even = !even, group += 2 * bytes, totals += 2 * EDGE) {
+            if (even) {
+                front.template go<0>();
+                merge<F>(front.template sums<0>(), group, totals, acc);
+                front.template go<1>();
+                merge<F>(front.template sums<1>(), group + bytes, totals + EDGE, acc);
+            } else {
+                front.template go<2>();
+                merge<F>(front.template sums<2>(), group, totals, acc);
+                front.template go<3>();
+                merge<F>(front.template sums<3>(), group + bytes, totals + EDGE, acc);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < M; ++r) v_store(kept + r * EDGE, acc[r]);
+    }
+    const long rows = std::min<long>(part.row + part.rows - row, (R - 1) * EDGE + M);
+    for (long panel = 0; panel < part.panels; ++panel, sums += 2 * R * EDGE * EDGE)
+        for (long r = 0; r < rows; ++r) {
+            vf one[1][2] = {{v_load(sums + r * EDGE), v_load(sums + (R * EDGE + r) * EDGE)}};
+            store<1>(p, part.panel + panel, row + r, one);
+        }
+}
+
+using Multiply = void (*)(const Product&, const Part&, long, const char*, float*);
+template <Format F, int... I>
+constexpr Multiply pick(long rows, std::integer_sequence<int, I...>) {
+    constexpr Multiply some[] = {multiply<F, I + 1, 1>...};
+    return rows > EDGE ? multiply<F, EDGE, 2> : some[rows - 1];
+}
+
+}  // namespace
+
+void linear_parts(const Product& p, const Part& part, Buffers& mem, const char* ahead) {
+    constexpr auto sizes = std::make_integer_sequence<int, EDGE>();
+    mem.panel.resize(std::max<size_t>(mem.panel.size(), part.panels * 2 * 2 * EDGE * EDGE));
+    for (long row = part.row, stop = row + part.rows; row < stop; row += 2 * EDGE, ahead = nullptr) {
+        const long rows = std::min(2 * EDGE, stop - row);
+        const auto f = p.m.format == Format::p4 ? pick<Format::p4>(rows, sizes) : pick<Format::p8>(rows, sizes);
+        if (rows < EDGE) shape_tiles(together(rows) ? rows * PARTS : rows);
+        f(p, part, row, ahead, mem.panel.data());
+        if (rows < EDGE) shape_tiles(EDGE);
+    }
+}
+
+void RowsOfParts::set(long row, const float* x) {
+    for (long g = 0; g < groups; ++g, x += GROUP) {
+        const bool there = g < given_;  // the last may be there only to make a pair
+        vf rest[2] = {there ? v_load(x) : v_zero(), there ? v_load(x + VL) : v_zero()};
+        totals_[(row / EDGE * groups + g) * EDGE + row % EDGE] = v_sum(rest[0] + rest[1]);
+        for (long part = PARTS - 1; part >= 0; --part) {
+            unsigned char* to = parts_.data() + (((row / EDGE * groups + g) * EDGE + row % EDGE) * PARTS + part) * 64;
+            for (int half = 0; half < 2; ++half) {
+                const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(rest[half]);
+                _mm256_store_si256(reinterpret_cast<__m256i*>(to + 32 * half), rounded);
+                rest[half] = rest[half] - b_load(reinterpret_cast<const std::uint16_t*>(to + 32 * half));
+            }
+        }
+    }
+}
+
+#else
+
+void linear_parts(const Product&, const Part&, Buffers&, const char*) {}
+void RowsOfParts::set(long, const float*) {}
+
+#endif
+
+void RowsOfParts::shape(long rows, long k) {
+    given_ = k / GROUP, groups = round_up(given_, 2), rows = round_up(rows, EDGE);
+    auto grow = [](auto& v, long size) {
+        if (static_cast<long>(v.size()) < size) v.resize(size);
+    };
+    grow(parts_, rows * groups * PARTS * 64), grow(totals_, rows * groups);
+}
