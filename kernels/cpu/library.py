@@ -135,7 +135,7 @@ class Library:
     @property
     def tiles(self) -> bool:
         """Whether the processor's matrix tiles (AMX) are used: for products in 8 bits, for those of float32 inputs with
-        weights of 4 or 8 bits, and for attention over bfloat16."""
+        weights in bfloat16, 8 or 4 bits, and for attention over bfloat16."""
         return self.low_simd == "amx-int8"
 
     def linear(

@@ -182,6 +182,7 @@ KINDS = {
     "8-bit-blocks-biases-and-norms": Kind(
         replace(BIASED, hidden_size=96, head_dim=16, intermediate_size=160), fmt="q8_0"
     ),
+    "bfloat16-weights": Kind(BLOCKS, fmt="bf16"),
     "int8": Kind(PLAIN, int8=True),
     "int8-biases-and-norms": Kind(BIASED, int8=True),
     "kv-bfloat16": Kind(PLAIN, kept=torch.bfloat16),

@@ -42,7 +42,7 @@ def test_linear_against_float64_and_itself(library: Library, n: int, k: int, bia
 @pytest.mark.parametrize(("n", "k"), [(7, 64), (70, 96), (203, 576)])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_weights_as_they_lie_in_the_file_give_the_bits_of_float32(library: Library, fmt: str, n: int, k: int) -> None:
-    if library.tiles and fmt in QUANTS:  # test_cpu_parts.py; here what processors without tiles do
+    if library.tiles and fmt in (*QUANTS, "bf16"):  # test_cpu_parts.py; here what processors without tiles do
         library = other_library("cascadelake")
     rows, floats = weights_in(fmt, n, k)
     x = torch.randn(40, k, generator=torch.Generator().manual_seed(1))

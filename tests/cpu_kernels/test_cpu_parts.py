@@ -1,4 +1,4 @@
-"""Products of float32 inputs, in three bfloat16 parts, with weights of 4 or 8 bits by matrix tiles."""
+"""Products of float32 inputs, in three bfloat16 parts, with bfloat16 or weights of 4 or 8 bits by matrix tiles."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kernels.cpu import build
 from kernels.cpu.library import Library, Rows
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+FORMATS = ("bf16", *QUANTS)
 SIZES = [(7, 32), (70, 96), (33, 160), (203, 576), (576, 1536)]
 
 
@@ -24,7 +25,7 @@ def randn(*size: int, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("fmt", QUANTS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_one_row_has_the_same_bits_among_any_others(library: Library, fmt: str, n: int, k: int) -> None:
     rows, _ = weights_in(fmt, n, k)
     x, bias = randn(130, k), randn(n)
@@ -38,7 +39,7 @@ def test_one_row_has_the_same_bits_among_any_others(library: Library, fmt: str, 
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("fmt", QUANTS)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("size", [1.0, 1e-20, 1e15], ids=["ordinary", "small", "large"])
 def test_the_error_is_no_larger_than_that_of_float32(library: Library, fmt: str, n: int, k: int, size: float) -> None:
     rows, floats = weights_in(fmt, n, k)
@@ -72,8 +73,9 @@ def test_nothing_of_an_input_is_lost(library: Library, fmt: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("count", [4, 30])
-def test_a_number_that_is_none_stays_in_its_row(library: Library, bad: float, count: int) -> None:
-    rows, _ = weights_in("q4_1", 50, 64)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_number_that_is_none_stays_in_its_row(library: Library, fmt: str, bad: float, count: int) -> None:
+    rows, _ = weights_in(fmt, 50, 64)
     x = randn(count, 64)
     whole = library.linear(x, rows, None, 2)
     x[2, 7] = bad

@@ -58,7 +58,7 @@ class CpuBackend:
         """What linear layers are computed with, for people."""
         if self.int8:
             return f"int8 products ({self.library.low_simd})"
-        parts = ", amx-bf16 in parts for 4 and 8 bits" if self.library.tiles else ""
+        parts = ", amx-bf16 in parts" if self.library.tiles else ""
         return f"float32 products ({self.library.simd}{parts})"
 
     def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:

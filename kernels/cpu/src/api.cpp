@@ -25,8 +25,8 @@ struct Attention {
 Lines<float> copied(const float* p, long n) { return p ? Lines<float>(p, p + n) : Lines<float>(); }
 
 Products products(int low, Source source, long k) {
-    const bool whole = source == Source::q8_0 || source == Source::q4_0 || source == Source::q4_1;
-    if (!low) return whole && tiles_there() ? Products::parts : Products::floats;
+    const bool exact = source == Source::q8_0 || source == Source::q4_0 || source == Source::q4_1 || source == Source::bf16;
+    if (!low) return exact && k % GROUP == 0 && tiles_there() ? Products::parts : Products::floats;
     return tiles_there() && k <= TILES_K ? Products::tiles : Products::whole;
 }
 

@@ -5,10 +5,7 @@
 void tile_scores(const std::uint16_t* q, long dim, const std::uint16_t* keys, float* scores) {
     static_assert(SEG == 4 * EDGE);
     settle(q);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_tiles();
     for (long i = 0; i < dim; i += TILE_K / 2, keys += 4 * TILE_NUMBERS) {
         _tile_loadd(4, q + i, dim * 2);
         _tile_loadd(5, keys, TILE_K);

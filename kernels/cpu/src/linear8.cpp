@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "linear.h"
+#include "rows.h"
 #include "store.h"
 
 namespace {
@@ -86,20 +87,20 @@ void Rows8::set(long row, const float* x) {
     std::int8_t* to = numbers_.data() + row * k;
     for (long g = 0; g < groups; ++g, x += GROUP, to += GROUP) {
         const long there = std::min(GROUP, given_ - g * GROUP);
-        vf v[GROUP / VL], most = v_zero(), ill = v_zero();
+        vf v[GROUP / VL];
+        Extent extent;
         for (long i = 0; i < GROUP / VL; ++i) {
             v[i] = v_load_n(x + i * VL, static_cast<int>(there - i * VL));
-            most = v_max(v_max(v[i], v_zero() - v[i]), most);
-            ill = v_fma(v[i], v_zero(), ill);  // 0, or NaN
+            extent.see(v[i]);
         }
-        const float largest = v_most(most), scale = largest / 127.0f;
+        const float largest = extent.largest(), scale = largest / 127.0f;
         // Smaller ones would have no finite inverse, and nothing to say.
         const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
         std::int32_t sum = 0;
         for (long i = 0; i < GROUP / VL; ++i)
             sum += to_bytes(v_max(v_min(v_round(v[i] * v_set(inverse)), v_set(127.0f)), v_set(-127.0f)), to + i * VL);
         const long at = row * groups + g;
-        scales_[at] = scale + v_sum(ill);
+        scales_[at] = scale + extent.ill();
         totals_[at] = scales_[at] * static_cast<float>(sum);
         sums_[at] = sum;
     }

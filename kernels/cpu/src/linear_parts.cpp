@@ -1,8 +1,8 @@
-// y = x W^T in the accuracy of float32 by the processor's tiles, for weights that are whole numbers with a scale for each
-// GROUP. Inputs are three bfloat16 parts whose sum they are (as in Henry, Tang & Heinecke 2019, arXiv:1904.06376); a
-// weight's whole number is exact in bfloat16, so its products with parts are exact in float32, where the tile adds them
-// up. An output is then one chain over groups, ascending: acc = fma(sum, scale, acc), and in p4
-// acc = fma(total of x, middle, acc). The tile does the same to a row whatever rows are beside it.
+// y = x W^T in the accuracy of float32 by the processor's tiles, for weights that are bfloat16, or small whole numbers with a
+// scale for each GROUP. Inputs are three bfloat16 parts whose sum they are (as in Henry, Tang & Heinecke 2019,
+// arXiv:1904.06376); such a number is exact in bfloat16, so its products with parts are exact in float32, where the tile
+// adds them up. An output is then one chain over groups, ascending: in p16 acc += sum, in p8 acc = fma(sum, scale, acc), in
+// p4 also acc = fma(total of x, middle, acc). The tile does the same to a row whatever rows are beside it.
 #include <algorithm>
 
 #include "linear.h"
@@ -12,7 +12,8 @@
 
 namespace {
 
-constexpr int SLOTS = 4;   // sums under way, each in a tile of its own
+// The unit of work is a group of EDGE outputs for a tile of rows.
+constexpr int SLOTS = 4;   // units whose sums are under way, each in a tile of its own
 constexpr long WIDE = 8;   // groups of weights that lie ready as tiles, or are multiplied
 constexpr long AHEAD = 4;  // how many are made in advance: a tile is not loaded before it has reached the cache
 
@@ -20,6 +21,8 @@ constexpr long AHEAD = 4;  // how many are made in advance: a tile is not loaded
 constexpr bool together(int rows) { return rows * PARTS <= EDGE; }
 // Pairs that all panels of a part go through before the next, so that the inputs of R tiles of M rows stay in the L1 cache.
 constexpr long block(int M, int R) { return together(M) ? 1L << 30 : R == 1 ? 4 : 2; }
+
+static_assert(2 * 2 * block(EDGE, 2) <= WIDE, "a strip's tiles, for all rows, and the next strip's");
 
 // A block's pairs of EDGE outputs for one of R tiles of rows; then of the next tile, the next outputs, the next block.
 template <int M, int R>
@@ -68,6 +71,11 @@ inline void widen<Format::p8>(const unsigned char* group, unsigned char* to) {
         const __m512bh row = _mm512_cvtne2ps_pbh(floats(32 * i + 16), floats(32 * i));
         std::memcpy(to + 64 * i, &row, 64);
     }
+}
+
+template <>
+inline void widen<Format::p16>(const unsigned char* group, unsigned char* to) {
+    std::memcpy(to, group, TILE_BYTES);
 }
 
 // Products of 32 inputs of all rows: of each part for itself, or added up, the smallest numbers first. Both make the same
@@ -173,12 +181,12 @@ class Front {
 template <Format F, int M>
 [[gnu::always_inline]] inline void merge(const float (&sums)[EDGE][EDGE], const unsigned char* group, const float* totals, vf (&acc)[M]) {
     const std::uint16_t* about = reinterpret_cast<const std::uint16_t*>(group);
-    const vf scale = h_load(about);
+    const vf scale = F == Format::p16 ? v_zero() : h_load(about);
 #pragma GCC unroll 16
     for (int r = 0; r < M; ++r) {
         const vf sum = together(M) ? v_load(sums[PARTS * r]) + v_load(sums[PARTS * r + 1]) + v_load(sums[PARTS * r + 2])
                                    : v_load(sums[r]);
-        acc[r] = v_fma(sum, scale, acc[r]);
+        acc[r] = F == Format::p16 ? acc[r] + sum : v_fma(sum, scale, acc[r]);
     }
     if (F != Format::p4) return;
     const vf middle = v_fma(scale, v_set(8.0f), h_load(about + EDGE));  // what the number 0 of -8 .. 7 stands for
@@ -238,7 +246,9 @@ void linear_parts(const Product& p, const Part& part, Buffers& mem, const char* 
     mem.panel.resize(std::max<size_t>(mem.panel.size(), part.panels * 2 * 2 * EDGE * EDGE));
     for (long row = part.row, stop = row + part.rows; row < stop; row += 2 * EDGE, ahead = nullptr) {
         const long rows = std::min(2 * EDGE, stop - row);
-        const auto f = p.m.format == Format::p4 ? pick<Format::p4>(rows, sizes) : pick<Format::p8>(rows, sizes);
+        const auto f = p.m.format == Format::p16  ? pick<Format::p16>(rows, sizes)
+                       : p.m.format == Format::p8 ? pick<Format::p8>(rows, sizes)
+                                                  : pick<Format::p4>(rows, sizes);
         if (rows < EDGE) shape_tiles(together(rows) ? rows * PARTS : rows);
         f(p, part, row, ahead, mem.panel.data());
         if (rows < EDGE) shape_tiles(EDGE);

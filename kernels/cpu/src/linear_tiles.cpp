@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "linear.h"
+#include "rows.h"
 #include "store.h"
 
 #if defined(TILES)
@@ -41,12 +42,6 @@ void widen(const unsigned char* from, unsigned char* to, const char* soon) {
     }
 }
 
-void clear() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
 // EDGE rows times the NR outputs of a panel, TILE_K inputs of them, into four tiles: high digits, then low ones, which lie
 // k behind.
 void multiply(const unsigned char* w, const std::int8_t* x, long k) {
@@ -91,7 +86,7 @@ void few_rows(const Product& p, long row, long rows, long panel, const char* soo
     const long late = m.format == Format::t4 ? 2 : 0, steps = x.k / TILE_K, bytes = 2 * m.tile_bytes();
     alignas(64) unsigned char wide[SLOTS][2 * TILE_BYTES];
     const unsigned char* w = m.panel(panel) + NR * 4;
-    clear();
+    clear_tiles();
     for (long s = 0; s < steps + late; ++s) {
         if (late && s < steps) {
             widen(w + s * bytes, wide[s % SLOTS], soon + s * bytes);
@@ -122,7 +117,7 @@ void many_rows(const Product& p, const Part& part, Buffers& mem, const char* ahe
     for (long row = part.row, stop = row + part.rows; row < stop; row += EDGE)
         for (long i = 0; i < part.panels; ++i) {
             const unsigned char* w = m.format == Format::t4 ? mem.tiles.data() + i * size : wide(i);
-            clear();
+            clear_tiles();
             for (long s = 0; s < steps; ++s, ahead += step) {
                 fetch(ahead, step);
                 multiply(w + s * 2 * TILE_BYTES, x.row(row) + s * TILE_K, x.k);
@@ -143,14 +138,10 @@ void linear_tiles(const Product& p, const Part& part, Buffers& mem, const char* 
 }
 
 void RowsOfDigits::set(long row, const float* x) {
-    vf most = v_zero(), ill = v_zero();
-    for (long i = 0; i < given_; i += VL) {
-        const vf v = v_load_n(x + i, static_cast<int>(given_ - i));
-        most = v_max(v_max(v, v_zero() - v), most);
-        ill = v_fma(v, v_zero(), ill);  // 0, or NaN
-    }
+    Extent extent;
+    for (long i = 0; i < given_; i += VL) extent.see(v_load_n(x + i, static_cast<int>(given_ - i)));
     constexpr float TOP = 127 * 256 + 127;
-    const float largest = v_most(most);
+    const float largest = extent.largest();
     // Smaller ones would have no finite inverse, and nothing to say.
     const vf inverse = v_set(largest > 1e-30f ? TOP / largest : 0.0f);
     std::int8_t *high = digits_.data() + row * 2 * k, *low = high + k;
@@ -163,7 +154,7 @@ void RowsOfDigits::set(long row, const float* x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(l));
         highs = _mm512_add_epi32(highs, h), lows = _mm512_add_epi32(lows, l);
     }
-    about_[row] = {largest / TOP + v_sum(ill), 128 * _mm512_reduce_add_epi32(highs), 128 * _mm512_reduce_add_epi32(lows)};
+    about_[row] = {largest / TOP + extent.ill(), 128 * _mm512_reduce_add_epi32(highs), 128 * _mm512_reduce_add_epi32(lows)};
 }
 
 #else

@@ -57,6 +57,13 @@ Block q8_block(const Byte* from) {
     return b;
 }
 
+// Numbers of 8 bits, to nearest.
+struct Scale {
+    explicit Scale(float scale) : scale(scale), inverse(scale > 0 ? 1.0f / scale : 0.0f) {}
+    int number(float x) const { return static_cast<int>(std::lrintf(std::min(127.0f, std::max(-127.0f, x * inverse)))); }
+    const float scale, inverse;
+};
+
 Block quantised(Source source, const void* row, long first, long count) {
     float x[GROUP], most = 0;
     for (long i = 0; i < GROUP; ++i) {
@@ -64,11 +71,8 @@ Block quantised(Source source, const void* row, long first, long count) {
         most = std::max(most, std::fabs(x[i]));
     }
     Block b{float_to_half(most / 127.0f), 0, {}};
-    const float scale = half_to_float(b.scale), inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    for (int i = 0; i < GROUP; ++i) {
-        const int q = static_cast<int>(std::lrintf(std::min(127.0f, std::max(-127.0f, x[i] * inverse))));
-        b.words[i / 4] |= static_cast<std::uint32_t>(q + 128) << 8 * (i % 4);
-    }
+    const Scale scale(half_to_float(b.scale));
+    for (int i = 0; i < GROUP; ++i) b.words[i / 4] |= static_cast<std::uint32_t>(scale.number(x[i]) + 128) << 8 * (i % 4);
     return b;
 }
 
@@ -95,6 +99,11 @@ void put_in_strip(Format format, Byte* group, long column, const Block& b) {
     }
     if (format == Format::p4) std::memcpy(group + 2 * EDGE + 2 * column, &b.least, 2);
 }
+// An output of a strip of single numbers.
+void put_in_strip(const void* row, long k, Byte* strip, long column) {
+    for (long i = 0; i < k; i += 2)
+        std::memcpy(strip + i / 2 * TILE_K + 4 * column, static_cast<const std::uint16_t*>(row) + i, 4);
+}
 
 void put(Format format, Byte* group, long lane, const Block& b) {
     std::memcpy(group + 2 * lane, &b.scale, 2);
@@ -119,6 +128,7 @@ Format format_of(Source source, Products by) {
         default: break;
     }
     if (by == Products::whole) return Format::q8;
+    if (by == Products::parts) return Format::p16;
     return source == Source::f32 ? Format::f32 : source == Source::f16 ? Format::f16 : Format::bf16;
 }
 
@@ -139,8 +149,9 @@ void pack_t4(Source source, const void* row, long k, long lane, Byte* to) {
         for (long i = 0; i < GROUP; ++i)
             most = std::max(most, std::fabs(scale * static_cast<float>(b.words[i / 4] >> 8 * (i % 4) & 15) + least));
     }
-    const float scale = most / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    std::memcpy(to + 4 * lane, &scale, 4);
+    const Scale row_scale(most / 127.0f);
+    const float inverse = row_scale.inverse;
+    std::memcpy(to + 4 * lane, &row_scale.scale, 4);
     for (long g = 0; g < groups; ++g) {
         const Block b = block_of(source, row, g, k);
         Byte* tile = tile_of(to, Format::t4, lane, g * GROUP);
@@ -165,12 +176,10 @@ void pack_t8(Source source, const void* row, long k, long lane, Byte* to) {
         }
         most = std::max(most, std::fabs(x[i]));
     }
-    const float scale = most / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    std::memcpy(to + 4 * lane, &scale, 4);
-    for (long i = 0; i < k; ++i) {
-        const long q = std::lrintf(std::min(127.0f, std::max(-127.0f, x[i] * inverse)));
-        tile_of(to, Format::t8, lane, i)[place_in_tile(lane, i % TILE_K)] = static_cast<Byte>(q + 128);
-    }
+    const Scale scale(most / 127.0f);
+    std::memcpy(to + 4 * lane, &scale.scale, 4);
+    for (long i = 0; i < k; ++i)
+        tile_of(to, Format::t8, lane, i)[place_in_tile(lane, i % TILE_K)] = static_cast<Byte>(scale.number(x[i]) + 128);
 }
 // Outputs and inputs that are not there are 128 in t8, and in t4 they have no step.
 void pack_tiles(Source source, Format format, const void* const* rows, long k, long bytes, Byte* to) {
@@ -222,12 +231,14 @@ void Matrix::pack(Source source, const void* const* rows, const float* given_bia
             const bool all = std::all_of(from, from + NR, [](const void* row) { return row; });
             if (format == Format::t8 || format == Format::t4) {
                 pack_tiles(source, format, from, k, panel_bytes(), to);
-            } else if (format == Format::p8 || format == Format::p4) {
+            } else if (in_strips()) {
                 std::memset(to, 0, panel_bytes());
-                for (long lane = 0; lane < NR; ++lane)
-                    for (long g = 0; from[lane] && g < groups(); ++g)
-                        put_in_strip(format, to + (lane / EDGE * 2 * pairs_of_groups() + g) * strip_bytes(), lane % EDGE,
-                                     block_of(source, from[lane], g, k));
+                for (long lane = 0; lane < NR; ++lane) {
+                    Byte* strip = to + lane / EDGE * 2 * pairs_of_groups() * strip_bytes();
+                    if (from[lane] && format == Format::p16) put_in_strip(from[lane], k, strip, lane % EDGE);
+                    for (long g = 0; from[lane] && format != Format::p16 && g < groups(); ++g)
+                        put_in_strip(format, strip + g * strip_bytes(), lane % EDGE, block_of(source, from[lane], g, k));
+                }
             } else if (format == Format::f32 && all) {
                 float* floats = reinterpret_cast<float*>(to);
                 for (long half = 0; half < NR; half += VL)
@@ -267,6 +278,11 @@ void Matrix::row(long row, float* out) const {
                 const int both = group[NR * 4 + (at * VL + lane % VL) * 4 + byte], q = lane < VL ? both & 15 : both >> 4;
                 out[kk] = half_to_float(half_at(group + 2 * lane)) * static_cast<float>(q) +
                           half_to_float(half_at(group + NR * 2 + 2 * lane));
+                break;
+            }
+            case Format::p16: {
+                const Byte* strip = from + lane / EDGE * 2 * pairs_of_groups() * strip_bytes();
+                out[kk] = bfloat_to_float(half_at(strip + kk / 2 * TILE_K + 4 * (lane % EDGE) + 2 * (kk % 2)));
                 break;
             }
             case Format::p8:

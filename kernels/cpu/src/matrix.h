@@ -19,17 +19,18 @@ enum class Source { f32, f16, bf16, q8_0, q4_0, q4_1 };
 //   q8: [groups] of { f16 scale [NR], bytes [GROUP / 4][NR][4] }, weight = scale * (byte - 128)
 //   q4: [groups] of { f16 scale [NR], f16 least [NR], bytes [GROUP / 4][VL][4] }, weight = scale * half byte + least;
 //       the low halves are the outputs 0 .. VL, the high ones VL .. NR
-//   p8: [NR / EDGE][groups, an even number] of { f16 scale [EDGE], bytes [EDGE][EDGE][2] }, weight = scale * byte, which has a sign
+//   p16: [NR / EDGE][groups, an even number] of { bf16 [EDGE][EDGE][2] }
+//   p8: the same with { f16 scale [EDGE], bytes [EDGE][EDGE][2] }, weight = scale * byte, which has a sign
 //   p4: the same with { f16 scale [EDGE], f16 least [EDGE], 16 bits [EDGE / 4][EDGE][2] }, weight = scale * quarter + least;
 //       a quarter is a row of bytes in p8, the low ones are the rows 0, 4, 8 and 12
 //   t8: f32 scale [NR], then [k / TILE_K][NR / EDGE] tiles: bytes [TILE_K / 4][EDGE][4], weight = scale * (byte - 128)
 //   t4: the same with tiles made of less: { 16 bits step [2][EDGE], least [2][EDGE], bytes [TILE_K / 8][EDGE][4] }, for the
 //       first and the second GROUP of TILE_K; byte of a t8 tile = (step * half byte + least) / 128, rounded down; the low
 //       halves are the first GROUP
-enum class Format { f32, f16, bf16, q8, q4, p8, p4, t8, t4 };
+enum class Format { f32, f16, bf16, q8, q4, p16, p8, p4, t8, t4 };
 
 // How its products are taken: in float32 (linear.cpp), as accurately by the processor's matrix tiles (linear_parts.cpp; the
-// format is p8 or p4 then), in whole numbers (linear8.cpp; q8 or q4), or in whole numbers by tiles (linear_tiles.cpp).
+// format is p16, p8 or p4 then), in whole numbers (linear8.cpp; q8 or q4), or in whole numbers by tiles (linear_tiles.cpp).
 enum class Products { floats, parts, whole, tiles };
 
 // With `pairs` the matrix is gate over up ([2n, k] packed so that a panel holds VL gates and their VL ups).
@@ -49,24 +50,27 @@ struct Matrix {
         if (format == Format::q4) return NR * (4 + GROUP / 2);
         return NR * GROUP * (format == Format::f32 ? 4 : 2);
     }
-    // p8 and p4: groups go in pairs, and the last may be there only to make one.
+    // In strips groups go in pairs, and the last may be there only to make one.
     long pairs_of_groups() const { return (groups() + 1) / 2; }
     // Of a group of EDGE outputs.
-    long strip_bytes() const { return EDGE * (format == Format::p8 ? 2 + GROUP : 4 + GROUP / 2); }
+    long strip_bytes() const {
+        return EDGE * (format == Format::p16 ? 2 * GROUP : format == Format::p8 ? 2 + GROUP : 4 + GROUP / 2);
+    }
+    bool in_strips() const { return format == Format::p16 || format == Format::p8 || format == Format::p4; }
     long panel_bytes() const {
         if (format == Format::t8 || format == Format::t4) return NR * 4 + round_up(k, TILE_K) / TILE_K * 2 * tile_bytes();
-        if (format == Format::p8 || format == Format::p4) return NR / EDGE * pairs_of_groups() * 2 * strip_bytes();
+        if (in_strips()) return NR / EDGE * pairs_of_groups() * 2 * strip_bytes();
         return format == Format::q8 || format == Format::q4 ? groups() * group_bytes() : group_bytes() / GROUP * k;
     }
     long tile_bytes() const { return format == Format::t4 ? TILE4_BYTES : TILE_BYTES; }
     const unsigned char* panel(long i) const { return panels + i * panel_bytes(); }
 
     // rows[i]: where output i's weights lie, gates before ups. `arena` owns what is packed. Files in q4 or q8 stay as they
-    // are, in p8 or p4 for `parts`; to be `whole` the others become q8: byte = weight / scale to nearest, scale = largest / 127. For `tiles` all do,
+    // are; to be `whole` the others become q8: byte = weight / scale to nearest, scale = largest / 127. For `tiles` all do,
     // with a scale for a whole row; what the file has in 4 bits is kept in 4 and becomes 8 when it is used.
     void pack(Source source, const void* const* rows, const float* bias, Pool& pool, Arena& arena);
     // weight[row, 0..k) in float32
     void row(long row, float* out) const;
-    // [count, NR] float32 of a panel from input `first` on; of q4 and q8 in whole groups, not of p8, p4, t8 and t4
+    // [count, NR] float32 of a panel from input `first` on; of q4 and q8 in whole groups, not of those by tiles
     void unpack(long panel, long first, long count, float* out) const;
 };

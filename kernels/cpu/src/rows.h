@@ -4,6 +4,20 @@
 
 #include "simd.h"
 
+// How large a row's numbers are.
+class Extent {
+  public:
+    void see(vf v) {
+        most_ = v_max(v_max(v, v_zero() - v), most_);
+        ill_ = v_fma(v, v_zero(), ill_);
+    }
+    float largest() const { return v_most(most_); }
+    float ill() const { return v_sum(ill_); }  // 0, or NaN where a NaN or an infinity was
+
+  private:
+    vf most_ = v_zero(), ill_ = v_zero();
+};
+
 // out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019); out may be x.
 static inline void rms_norm(const float* x, const float* weight, float eps, long n, float* out) {
     vf squares = v_zero();

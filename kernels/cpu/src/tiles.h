@@ -19,6 +19,13 @@ bool tiles_there();
 #include <immintrin.h>
 // What was written is in memory: compilers do not know all that an instruction for tiles reads.
 static inline void settle(const void* p) { asm volatile("" ::"r"(p) : "memory"); }
+// The first four hold zeros.
+static inline void clear_tiles() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
 #endif
 
 // For a thread that has Tiles: the first six have so many rows from now on, and hold nothing.
