@@ -225,11 +225,17 @@ void multiply(const Product& p, const Part& part, long row, const char* ahead, f
         for (int r = 0; r < M; ++r) v_store(kept + r * EDGE, acc[r]);
     }
     const long rows = std::min<long>(part.row + part.rows - row, (R - 1) * EDGE + M);
-    for (long panel = 0; panel < part.panels; ++panel, sums += 2 * R * EDGE * EDGE)
-        for (long r = 0; r < rows; ++r) {
-            vf one[1][2] = {{v_load(sums + r * EDGE), v_load(sums + (R * EDGE + r) * EDGE)}};
-            store<1>(p, part.panel + panel, row + r, one);
-        }
+    for (long panel = 0; panel < part.panels; ++panel, sums += 2 * R * EDGE * EDGE) {
+        auto some = [&]<int N>(std::integral_constant<int, N>, long r) {
+            vf all[N][2];
+            for (int i = 0; i < N; ++i)
+                all[i][0] = v_load(sums + (r + i) * EDGE), all[i][1] = v_load(sums + (R * EDGE + r + i) * EDGE);
+            store<N>(p, part.panel + panel, row + r, all);
+        };
+        long r = 0;
+        for (; r + 4 <= rows; r += 4) some(std::integral_constant<int, 4>{}, r);
+        for (; r < rows; ++r) some(std::integral_constant<int, 1>{}, r);
+    }
 }
 
 using Multiply = void (*)(const Product&, const Part&, long, const char*, float*);
