@@ -33,7 +33,7 @@ from chatsvc.sessions.select import open_store
 from chatsvc.sessions.sqlite import check_folder
 from chatsvc.text.template import load_template
 from chatsvc.text.tokenizer import load_tokenizer
-from kernels.cpu.build import built, compiler
+from kernels.cpu.build import built, compiler, works
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -116,11 +116,12 @@ def _kernels(config: ServeConfig) -> list[Finding]:
     device = device_of()
     dtype = dtype_of(config, device)
     triton = importlib.util.find_spec("triton") is not None
-    cxx = compiler()
+    found = compiler()
+    cxx = found if found and works(found) else None
     wanted = config.attention_backend == "cpu" or (config.attention_backend == "auto" and dtype == torch.float32)
     int8 = config.quantization == "int8"
     if device.type == "cpu" and wanted and cxx and not built():
-        attention = Finding("attention", "ok", "compiled CPU kernels; the first start compiles them (about 10 s)")
+        attention = Finding("attention", "ok", "compiled CPU kernels; the first start compiles them (about 20 s)")
     elif device.type == "cpu" and wanted and not cxx and config.attention_backend == "auto" and not int8:
         text = "plain torch on cpu, which is slower: a C++ compiler (g++ or clang++) would give compiled kernels"
         attention = Finding("attention", "warn", text)
@@ -135,7 +136,11 @@ def _kernels(config: ServeConfig) -> list[Finding]:
             "warn" if device.type == "cuda" and not triton else "ok",
             "installed" if triton else "not installed (only needed on a GPU)",
         ),
-        Finding("compiler", "ok", cxx or "none found"),
+        Finding(
+            "compiler",
+            "ok" if cxx == found else "warn",
+            f"{found} compiles no C++20" if found and not cxx else cxx or "none found",
+        ),
     ]
 
 

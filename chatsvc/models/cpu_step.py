@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from chatsvc.errors import ModelError
 from chatsvc.models.attention.base import KVCache, StepLayout
 from chatsvc.models.cpu_weights import KINDS, Weights
 from chatsvc.models.rotary import Rotary
@@ -25,7 +26,7 @@ class CpuModel:
 
     Raises:
         MemoryError: there is no room for the packed weights.
-        ModelError: a file ends too early.
+        ModelError: a file ends too early; a block's scale is too large for the kernels.
     """
 
     def __init__(self, library: Library, weights: Weights, rotary: Rotary, threads: int, int8: bool = False) -> None:
@@ -49,13 +50,19 @@ class CpuModel:
             ),
             threads,
         )
-        for layer in range(config.num_layers):
+        try:
+            self._pack(weights)
+        except ValueError as error:
+            raise ModelError(f"{error}; --attention-backend torch takes it") from error
+
+    def _pack(self, weights: Weights) -> None:
+        for layer in range(weights.config.num_layers):
             for kind in KINDS:
-                self._packed.linear(layer, kind, *weights.linear(layer, kind), low=int8)
+                self._packed.linear(layer, kind, *weights.linear(layer, kind), low=self.int8)
             norms = weights.norms(layer)
             self._packed.norms(layer, norms.input, norms.post, norms.q, norms.k)
         norm, head, embed = weights.last()
-        self._packed.linear(0, "head", head, None, low=int8)
+        self._packed.linear(0, "head", head, None, low=self.int8)
         if not weights.tied:
             self._packed.linear(0, "embed", embed, None)
         self._packed.finish(norm, weights.tied)

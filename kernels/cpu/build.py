@@ -53,11 +53,11 @@ def compiler() -> str | None:
 def built() -> Path | None:
     """The finished library of this source, compiler and machine, or None; compiles nothing."""
     path = _target(compiler())
-    return path if path is not None and path.exists() else None
+    return path if path is not None and _whole(path) else None
 
 
 def ensure(target: str = "native") -> Path:
-    """The library, compiled and checked if it is not there yet (about ten seconds, once).
+    """The library, compiled and checked if it is not there yet, or damaged (about twenty seconds, once).
 
     Args:
         target: for ``-march``; anything but "native" is for tests.
@@ -70,10 +70,10 @@ def ensure(target: str = "native") -> Path:
         raise BuildError("no C++ compiler found (c++, g++, clang++ or $CXX)")
     path = _target(cxx, target)
     assert path is not None
-    if path.exists():
+    if _whole(path):
         return path
     began = time.perf_counter()
-    log.info("compiling the CPU kernels with %s, once for this machine (about 10 s)", cxx)
+    log.info("compiling the CPU kernels with %s, once for this machine (about 20 s)", cxx)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as e:
@@ -82,6 +82,7 @@ def ensure(target: str = "native") -> Path:
         fresh = Path(scratch) / path.name
         _compile(cxx, target, fresh)
         _check(fresh)
+        fresh.write_bytes(fresh.read_bytes() + _digest(fresh.read_bytes()))
         # Two processes may build at once: both results are whole, and the last one stays.
         fresh.replace(path)
     log.info("CPU kernels ready after %.1f s: %s", time.perf_counter() - began, path)
@@ -103,6 +104,29 @@ def _target(cxx: str | None, target: str = "native") -> Path | None:
         key.update(source.name.encode())
         key.update(source.read_bytes())
     return cache_dir() / f"cpu-{key.hexdigest()[:20]}.so"
+
+
+def _digest(library: bytes) -> bytes:
+    return hashlib.sha256(library).digest()
+
+
+def _whole(path: Path) -> bool:
+    """Whether it is there as it was when it passed its check: its digest stands behind it, where no loader looks."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-32:] == _digest(data[:-32])
+
+
+def works(cxx: str) -> bool:
+    """Whether it is a compiler of C++20."""
+    command = [cxx, "-std=c++20", "-x", "c++", "-E", "-P", "-"]
+    try:
+        done = subprocess.run(command, input="__cplusplus", capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and done.stdout.strip() >= "202002L"
 
 
 def _cpu() -> str:

@@ -6,14 +6,14 @@ exactly, and that linear layers (of floats and of blocks) and attention agree wi
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from kernels import reference
-from kernels.cpu.library import Attention, Library, Rows, Sequences
+from kernels.cpu.library import Attention, Library, Rows, Sequences, row_bytes
 
 
 def check(path: Path) -> None:
@@ -26,16 +26,23 @@ def check(path: Path) -> None:
     for rows in range(1, 26):
         assert torch.equal(library.linear(x[:rows], weight, bias, 1), whole[:rows]), f"tile of {rows} rows"
 
-    blocks = np.random.default_rng(0).integers(0, 256, (70, 3, 34), dtype=np.uint8)  # q8_0: scale, 32 numbers
-    blocks[:, :, :2] = np.float16(0.01).reshape(1).view(np.uint8)
+    # Blocks: a scale, in q4_1 a least value, 32 numbers.
     inputs = torch.randn(40, 96, generator=generator)
-    numbers = torch.from_numpy(blocks[:, :, 2:].view(np.int8).astype(np.float64).reshape(70, 96))
-    products = library.linear(inputs, Rows.at("q8_0", 96, blocks.reshape(70, -1)), None, 2)
-    want = inputs.double() @ numbers.T * float(np.float16(0.01))
-    torch.testing.assert_close(products.double(), want, rtol=0, atol=1e-4)
-    for count in range(1, 40):
-        part = library.linear(inputs[:count], Rows.at("q8_0", 96, blocks.reshape(70, -1)), None, 1)
-        assert torch.equal(part, products[:count]), f"blocks, {count} rows"
+    scale, least = np.float16(0.01), np.float16(-0.05)
+    for fmt, head in (("q8_0", [scale]), ("q4_1", [scale, least])):
+        blocks = np.random.default_rng(0).integers(0, 256, (70, 3, row_bytes(fmt, 32)), dtype=np.uint8)
+        blocks[:, :, : 2 * len(head)] = np.array(head).view(np.uint8)
+        tail = blocks[:, :, 2 * len(head) :]
+        stored = tail.view(np.int8) if fmt == "q8_0" else np.concatenate([tail & 15, tail >> 4], axis=2)
+        floats = stored.reshape(70, 96) * float(scale) + (float(least) if fmt == "q4_1" else 0.0)
+        packed = Rows.at(fmt, 96, blocks.reshape(70, -1))
+        products = library.linear(inputs, packed, None, 2)
+        exact = inputs.double() @ torch.from_numpy(floats).T
+        torch.testing.assert_close(products.double(), exact, rtol=0, atol=1e-4)
+        for count in range(1, 40):
+            assert torch.equal(library.linear(inputs[:count], packed, None, 1), products[:count]), (
+                f"{fmt}, {count} rows"
+            )
 
     # Numbers whose scales are 1: every sum is a whole number, and no rounding can hide a wrong one.
     numbers, weights = (torch.randint(-127, 128, (n, 96), generator=generator).float() for n in (20, 70))
@@ -64,4 +71,6 @@ def check(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    check(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("library", type=Path, help="what kernels.cpu.build made")
+    check(parser.parse_args().library)

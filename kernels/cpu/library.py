@@ -290,6 +290,8 @@ class Model:
 
         ``low``: products in whole numbers, weights of 8 bits (what comes in 4 stays in 4 in memory). Otherwise they
         are as accurate as float32, from weights that are kept as they come.
+
+        Raises: MemoryError; ValueError: a block's scale is too large.
         """
         rows = weight if isinstance(weight, Rows) else Rows.of(weight)
         n = len(rows) // 2 if kind == "gate_up" else len(rows)
@@ -304,6 +306,10 @@ class Model:
             _at(bias),
             int(low),
         )
+        if failed == 2:
+            raise ValueError(
+                f"{kind}, layer {layer}: a block of Q4_0 has a scale above 8188, too large for these kernels"
+            )
         if failed:
             raise MemoryError(f"no memory for the packed weights of {kind}, layer {layer}")
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from int8_rules import FORMATS, QUANTS, weights_in
@@ -13,7 +14,7 @@ from int8_rules import library as other_library
 
 from kernels.cpu import build
 from kernels.cpu.check import check
-from kernels.cpu.library import Library
+from kernels.cpu.library import Library, Model, Rows, Shape
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
@@ -95,11 +96,51 @@ def test_nothing_is_compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         build.ensure()
 
 
+@pytest.mark.parametrize("damage", ["empty", "short", "other"])
+def test_a_damaged_library_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: str) -> None:
+    """It would end the process that loads it, or compute anything."""
+    whole = build.ensure().read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = 0
+
+    def compile_again(cxx: str, target: str, out: Path) -> None:
+        nonlocal made
+        made += 1
+        out.write_bytes(whole[:-32])
+
+    monkeypatch.setattr(build, "_compile", compile_again)
+    path = build.ensure()
+    assert path.read_bytes() == whole
+    half = len(whole) // 2
+    path.write_bytes(
+        {"empty": b"", "short": whole[:half], "other": whole[:half] + b"?" * 9 + whole[half + 9 :]}[damage]
+    )
+    assert build.built() is None
+    assert build.ensure() == path == build.built()
+    assert path.read_bytes() == whole
+    assert made == 2
+
+
+def test_what_compiles_nothing_is_no_compiler() -> None:
+    cxx = build.compiler()
+    assert cxx is not None and build.works(cxx)
+    assert not any(build.works(name) for name in ("/bin/false", "/bin/true", "/nonexistent"))
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_scale_that_the_kernels_cannot_keep_is_refused(library: Library, low: bool) -> None:
+    shape = Shape(vocab=8, hidden=32, layers=1, heads=1, kv_heads=1, dim=32, intermediate=32, eps=1e-5)
+    block = np.zeros((8, 18), np.uint8)
+    block[3, :2] = np.float16(8192).reshape(1).view(np.uint8)
+    with pytest.raises(ValueError, match="head, layer 0: a block of Q4_0 has a scale above 8188"):
+        Model(library, shape, 2).linear(0, "head", Rows.at("q4_0", 32, block), None, low)
+
+
 def test_one_openmp_runtime_in_the_process() -> None:
     program = """
 import torch
 from kernels.cpu.build import ensure
-from kernels.cpu.library import Library
+from kernels.cpu.library import Library, Model, Rows, Shape
 torch.randn(300, 300) @ torch.randn(300, 300)
 Library(ensure()).linear(torch.ones(4, 8), torch.ones(8, 8), None, 2)
 names = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from int8_rules import QUANTS, library_with_tiles, weights_in
 
 from kernels.cpu import build
-from kernels.cpu.library import Library, Rows
+from kernels.cpu.library import Array, Library, Rows
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 FORMATS = ("bf16", *QUANTS)
@@ -48,6 +49,42 @@ def test_the_error_is_no_larger_than_that_of_float32(library: Library, fmt: str,
     want = x.double() @ floats.double().T
     ours, theirs = ((y.double() - want).norm() for y in (library.linear(x, rows, None, 2), x @ floats.T))
     assert ours < theirs, (ours / want.norm(), theirs / want.norm())
+
+
+def q4_1(scales: Array, leasts: Array, numbers: Array) -> tuple[Rows, torch.Tensor]:
+    """Blocks of scales and least values [n, groups] and numbers [n, groups, 32]."""
+    blocks = np.zeros((*numbers.shape[:2], 20), np.uint8)
+    blocks[:, :, :4] = np.stack([scales, leasts], axis=2).astype(np.float16).view(np.uint8)
+    blocks[:, :, 4:] = numbers[:, :, :16] | numbers[:, :, 16:] << 4
+    data = blocks.reshape(len(numbers), -1)
+    return Rows.at("q4_1", numbers.shape[1] * 32, data), torch.from_numpy(gguf.dequantize(data, QUANTS["q4_1"]))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
+@pytest.mark.parametrize("kind", ["zeros", "anywhere", "below", "above", "flat", "negative"])
+def test_a_large_input_with_a_small_weight_disturbs_nothing(library: Library, kind: str, size: float) -> None:
+    """Scale and least value of 4 bits may cancel; what they leave has float32's accuracy, element by element."""
+    random = np.random.default_rng(5)
+    numbers = random.integers(0, 16, (80, 3, 32), dtype=np.uint8)
+    scales = random.uniform(0.01, 0.02, (80, 3)).astype(np.float16).astype(np.float64)
+    zeros = random.integers(0, 16, (80, 3))
+    leasts = {
+        "zeros": -scales * zeros,  # weights of exactly 0, mostly
+        "anywhere": -scales * random.uniform(0, 15, (80, 3)),
+        "below": -scales * random.uniform(15, 40, (80, 3)),
+        "above": scales * random.uniform(0, 40, (80, 3)),
+        "flat": random.uniform(-1, 1, (80, 3)),
+        "negative": scales * zeros,
+    }[kind]
+    scales = scales * {"flat": 0.0, "negative": -1.0}.get(kind, 1.0)
+    numbers[:, :, 5] = zeros  # the smallest weight
+    rows, floats = q4_1(scales, leasts, numbers)
+    x = randn(20, 96)
+    x[:, 5::32] *= size
+    got, want = library.linear(x, rows, None, 2).double(), x.double() @ floats.double().T
+    unit = (x.double().abs() @ floats.double().abs().T) * 2.0**-24
+    # Leasts far below all weights leave up to 7 times the sum: they are no halves less the scale's multiple.
+    assert ((got - want).abs() <= unit * (60 if kind == "below" else 20)).all(), ((got - want).abs() / unit).max()
 
 
 @pytest.mark.parametrize("fmt", QUANTS)

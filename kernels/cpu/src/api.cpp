@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -60,7 +61,8 @@ API void* ck_model_new(const long* shape, float eps, int threads) {
 API void ck_model_free(void* model) { delete static_cast<Model*>(model); }
 
 // which: 0 qkv, 1 o, 2 gate_up, 3 down of a layer; 4 head, 5 embed. rows: where each output's weights lie, in the format
-// `source`; low: products in 8 bits, by tiles where the processor has them. Returns 0, or 1 when there is no memory.
+// `source`; low: products in 8 bits, by tiles where the processor has them. Returns 0, 1 when there is no memory, or 2 when a scale
+// is too large.
 API int ck_model_linear(void* handle, long layer, int which, long n, long k, int source, const void* const* rows,
                         const float* bias, int low) {
     auto& model = *static_cast<Model*>(handle);
@@ -73,6 +75,8 @@ API int ck_model_linear(void* handle, long layer, int which, long n, long k, int
     model.tiles = model.tiles || m->by == Products::tiles || m->by == Products::parts;
     try {
         m->pack(static_cast<Source>(source), rows, bias, model.pool, model.arena);
+    } catch (const std::range_error&) {
+        return 2;
     } catch (const std::exception&) {
         return 1;
     }

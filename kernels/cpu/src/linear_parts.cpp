@@ -2,7 +2,7 @@
 // scale for each GROUP. Inputs are three bfloat16 parts whose sum they are (as in Henry, Tang & Heinecke 2019,
 // arXiv:1904.06376); such a number is exact in bfloat16, so its products with parts are exact in float32, where the tile
 // adds them up. An output is then one chain over groups, ascending: in p16 acc += sum, in p8 acc = fma(sum, scale, acc), in
-// p4 also acc = fma(total of x, middle, acc). The tile does the same to a row whatever rows are beside it.
+// p4 also acc = fma(total of x, rest, acc). The tile does the same to a row whatever rows are beside it.
 #include <algorithm>
 
 #include "linear.h"
@@ -37,32 +37,38 @@ struct Visit {
         if (++tile == R) tile = 0, ++strip;
         if (strip == 2 * part.panels) strip = 0, first += block(M, R);
     }
-    const unsigned char* weights() const {
-        return m.panel(part.panel + strip / 2) + (strip % 2 * m.pairs_of_groups() + first) * 2 * m.strip_bytes();
-    }
+    const unsigned char* all() const { return m.panel(part.panel + strip / 2) + strip % 2 * m.strip_bytes(); }
+    const unsigned char* weights() const { return all() + 2 * first * m.unit_bytes(); }
+    const unsigned char* zeros() const { return all() + m.zeros_at(2 * first); }
 };
 
-// A group's weights as a tile: rows of two neighbouring inputs of EDGE outputs.
+// A group's weights as a tile: rows of two neighbouring inputs of EDGE outputs. zeros: those of p4.
 template <Format F>
-void widen(const unsigned char* group, unsigned char* to);
+void widen(const unsigned char* group, const unsigned char* zeros, unsigned char* to);
 template <>
-inline void widen<Format::p4>(const unsigned char* group, unsigned char* to) {
+[[gnu::always_inline]] inline void widen<Format::p4>(const unsigned char* group, const unsigned char* zeros, unsigned char* to) {
     alignas(64) static constexpr std::uint16_t NUMBERS[32] = {
-        // -8 .. 7 in bfloat16, twice: the table is asked with five bits
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const vi numbers = i_load(reinterpret_cast<const unsigned char*>(NUMBERS));
+        // -16 .. 15 in bfloat16
+        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+    const vi numbers = i_load(reinterpret_cast<const unsigned char*>(NUMBERS)), low = _mm512_set1_epi8(15);
+    const vi four_times = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+    // The table is asked with the lowest five bits of 16.
+    const vi zero =
+        _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))), four_times);
 #pragma GCC unroll 4
     for (long i = 0; i < 4; ++i, to += 4 * 64) {
         const vi four = i_load(group + 4 * EDGE + 64 * i);
-        i_store(to, _mm512_permutexvar_epi16(four, numbers));
-        i_store(to + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), numbers));
-        i_store(to + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), numbers));
-        i_store(to + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), numbers));
+        const vi even = _mm512_add_epi8(_mm512_and_si512(four, low), zero);
+        const vi odd = _mm512_add_epi8(_mm512_and_si512(_mm512_srli_epi16(four, 4), low), zero);
+        i_store(to, _mm512_permutexvar_epi16(even, numbers));
+        i_store(to + 64, _mm512_permutexvar_epi16(odd, numbers));
+        i_store(to + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(even, 8), numbers));
+        i_store(to + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(odd, 8), numbers));
     }
 }
 template <>
-inline void widen<Format::p8>(const unsigned char* group, unsigned char* to) {
+inline void widen<Format::p8>(const unsigned char* group, const unsigned char*, unsigned char* to) {
     auto floats = [&](long at) {
         return i_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group + 2 * EDGE + at))));
     };
@@ -74,7 +80,7 @@ inline void widen<Format::p8>(const unsigned char* group, unsigned char* to) {
 }
 
 template <>
-inline void widen<Format::p16>(const unsigned char* group, unsigned char* to) {
+[[gnu::always_inline]] inline void widen<Format::p16>(const unsigned char* group, const unsigned char*, unsigned char* to) {
     std::memcpy(to, group, TILE_BYTES);
 }
 
@@ -100,13 +106,13 @@ template <Format F, int M, int R>
 class Front {
   public:
     Front(const Product& p, const Part& part, long row, const char* ahead)
-        : x_(p.low->parts), row_(row), bytes_(p.m.strip_bytes()), coming_(ahead), widened_{p.m, part}, now_{p.m, part} {
+        : x_(p.low->parts), row_(row), bytes_(p.m.unit_bytes()), coming_(ahead), widened_{p.m, part}, now_{p.m, part} {
         for (long i = 0; i < AHEAD; ++i) widen_one();
         turn();
     }
     // Of every four units one for each SLOT. After it the sums of the unit four before are in memory.
     template <int SLOT>
-    void go() {
+    [[gnu::always_inline]] void go() {
         widen_one();
         fetch<(SLOT + 1) % SLOTS>();
         settle(this);
@@ -147,10 +153,10 @@ class Front {
         left_ = 2 * now_.pairs(), at_ = x_.parts(row_ + now_.tile * EDGE, 2 * now_.first);
         if (now_.tile) tile_ -= left_;  // the same weights again
     }
-    void widen_one() {
+    [[gnu::always_inline]] void widen_one() {
         if (!widening_) {
             if (!widened_.there()) return;
-            widening_ = 2 * widened_.pairs(), from_ = widened_.weights();
+            widening_ = 2 * widened_.pairs(), from_ = widened_.weights(), zeros_ = widened_.zeros();
         }
         // With several tiles of rows there is as much time for it as they take.
         if (R > 1 && skip_) return void(--skip_);
@@ -158,8 +164,8 @@ class Front {
             for (long j = 0; j < bytes_; j += 64) prefetch(coming_ + j);
             coming_ += bytes_;
         }
-        widen<F>(from_, wide_[made_ % WIDE]);
-        from_ += bytes_, ++made_;
+        widen<F>(from_, zeros_, wide_[made_ % WIDE]);
+        from_ += bytes_, zeros_ += EDGE, ++made_;
         if (--widening_) return;
         skip_ = (R - 1) * 2 * widened_.pairs();
         for (int i = 0; i < R; ++i) widened_.next();
@@ -169,7 +175,7 @@ class Front {
     const long row_, bytes_;
     const char* coming_;
     Visit<M, R> widened_, now_;
-    const unsigned char *from_ = nullptr, *at_ = nullptr;
+    const unsigned char *from_ = nullptr, *zeros_ = nullptr, *at_ = nullptr;
     long widening_ = 0, made_ = 0, skip_ = 0, left_ = 0, tile_ = 0;
     alignas(64) float sums_[SLOTS][EDGE][EDGE];
     alignas(64) unsigned char wide_[WIDE][TILE_BYTES];
@@ -189,9 +195,9 @@ template <Format F, int M>
         acc[r] = F == Format::p16 ? acc[r] + sum : v_fma(sum, scale, acc[r]);
     }
     if (F != Format::p4) return;
-    const vf middle = v_fma(scale, v_set(8.0f), h_load(about + EDGE));  // what the number 0 of -8 .. 7 stands for
+    const vf rest = h_load(about + EDGE);
 #pragma GCC unroll 16
-    for (int r = 0; r < M; ++r) acc[r] = v_fma(v_set(totals[r]), middle, acc[r]);
+    for (int r = 0; r < M; ++r) acc[r] = v_fma(v_set(totals[r]), rest, acc[r]);
 }
 
 // R tiles of M rows, some of which may not be there, of all panels of the part. `ahead`: what is read next, or null.
@@ -200,7 +206,7 @@ void multiply(const Product& p, const Part& part, long row, const char* ahead, f
     Front<F, M, R> front(p, part, row, ahead);
     front.template go<0>(), front.template go<1>(), front.template go<2>(), front.template go<3>();
     bool even = true;
-    const long bytes = p.m.strip_bytes();
+    const long bytes = p.m.unit_bytes();
     for (Visit<M, R> v{p.m, part}; v.there(); v.next()) {
         float* kept = sums + (v.strip * R + v.tile) * EDGE * EDGE;
         vf acc[M];

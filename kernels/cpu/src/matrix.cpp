@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "reader.h"
 #include "transpose.h"
@@ -97,7 +98,25 @@ void put_in_strip(Format format, Byte* group, long column, const Block& b) {
         else
             group[4 * EDGE + row / 4 * 4 * EDGE + 2 * place + row % 4 / 2] |= static_cast<Byte>(number << 4 * (row % 2));
     }
-    if (format == Format::p4) std::memcpy(group + 2 * EDGE + 2 * column, &b.least, 2);
+}
+// What p4 makes of a least value.
+struct Zero {
+    Zero(std::uint16_t scale, std::uint16_t least) : rest(least) {
+        const float step = half_to_float(scale), low = half_to_float(least), most = -low / step;
+        const int q = most > 0 ? static_cast<int>(std::lrintf(std::min(15.0f, most))) : 0;
+        // As good as always a half too: a multiple of the scale's last place, and not larger than the scale's half. If not,
+        // the least value is far below 0 with all of the weights.
+        const float left = std::fma(step, static_cast<float>(q), low);
+        if (q == 0 || half_to_float(float_to_half(left)) != left) return;
+        zero = q, rest = float_to_half(left);
+    }
+    int zero = 0;
+    std::uint16_t rest;
+};
+void put_zero(Byte* strip, const Matrix& m, long g, long column, const Block& b) {
+    const Zero of(b.scale, b.least);
+    std::memcpy(strip + g * m.unit_bytes() + 2 * EDGE + 2 * column, &of.rest, 2);
+    strip[m.zeros_at(g) + column] = static_cast<Byte>(16 - of.zero);
 }
 // An output of a strip of single numbers.
 void put_in_strip(const void* row, long k, Byte* strip, long column) {
@@ -216,6 +235,10 @@ void unpack_groups(const Byte* from, long bytes, long groups, float* out) {
 }  // namespace
 
 void Matrix::pack(Source source, const void* const* rows, const float* given_bias, Pool& pool, Arena& arena) {
+    for (long i = 0; source == Source::q4_0 && i < (pairs ? 2 * n : n); ++i)
+        for (long g = 0; g < groups(); ++g)
+            if (std::fabs(half_to_float(half_at(static_cast<const Byte*>(rows[i]) + g * 18))) > 8188.0f)
+                throw std::range_error("a least value of -8 times this scale would be no half");
     format = format_of(source, by);
     panels = static_cast<Byte*>(arena.take(count() * panel_bytes()));
     // The weight row of lane `lane` of panel `p`, or -1.
@@ -234,10 +257,13 @@ void Matrix::pack(Source source, const void* const* rows, const float* given_bia
             } else if (in_strips()) {
                 std::memset(to, 0, panel_bytes());
                 for (long lane = 0; lane < NR; ++lane) {
-                    Byte* strip = to + lane / EDGE * 2 * pairs_of_groups() * strip_bytes();
+                    Byte* strip = to + lane / EDGE * strip_bytes();
                     if (from[lane] && format == Format::p16) put_in_strip(from[lane], k, strip, lane % EDGE);
-                    for (long g = 0; from[lane] && format != Format::p16 && g < groups(); ++g)
-                        put_in_strip(format, strip + g * strip_bytes(), lane % EDGE, block_of(source, from[lane], g, k));
+                    for (long g = 0; from[lane] && format != Format::p16 && g < groups(); ++g) {
+                        const Block b = block_of(source, from[lane], g, k);
+                        put_in_strip(format, strip + g * unit_bytes(), lane % EDGE, b);
+                        if (format == Format::p4) put_zero(strip, *this, g, lane % EDGE, b);
+                    }
                 }
             } else if (format == Format::f32 && all) {
                 float* floats = reinterpret_cast<float*>(to);
@@ -281,21 +307,22 @@ void Matrix::row(long row, float* out) const {
                 break;
             }
             case Format::p16: {
-                const Byte* strip = from + lane / EDGE * 2 * pairs_of_groups() * strip_bytes();
+                const Byte* strip = from + lane / EDGE * strip_bytes();
                 out[kk] = bfloat_to_float(half_at(strip + kk / 2 * TILE_K + 4 * (lane % EDGE) + 2 * (kk % 2)));
                 break;
             }
             case Format::p8:
             case Format::p4: {
-                const Byte* strip = from + (lane / EDGE * 2 * pairs_of_groups() + kk / GROUP) * strip_bytes();
-                const long row = kk % GROUP / 2, place = 2 * (lane % EDGE) + kk % 2;
-                const float scale = half_to_float(half_at(strip + 2 * (lane % EDGE)));
+                const Byte *strip = from + lane / EDGE * strip_bytes(), *unit = strip + kk / GROUP * unit_bytes();
+                const long column = lane % EDGE, row = kk % GROUP / 2, place = 2 * column + kk % 2;
+                const float scale = half_to_float(half_at(unit + 2 * column));
                 if (format == Format::p8) {
-                    out[kk] = scale * static_cast<float>(static_cast<std::int8_t>(strip[2 * EDGE + row * 2 * EDGE + place]));
+                    out[kk] = scale * static_cast<float>(static_cast<std::int8_t>(unit[2 * EDGE + row * 2 * EDGE + place]));
                     break;
                 }
-                const int q = strip[4 * EDGE + row / 4 * 4 * EDGE + 2 * place + row % 4 / 2] >> 4 * (row % 2) & 15;
-                out[kk] = scale * static_cast<float>(q) + half_to_float(half_at(strip + 2 * EDGE + 2 * (lane % EDGE)));
+                const int q = unit[4 * EDGE + row / 4 * 4 * EDGE + 2 * place + row % 4 / 2] >> 4 * (row % 2) & 15;
+                const int zero = 16 - strip[zeros_at(kk / GROUP) + column];
+                out[kk] = scale * static_cast<float>(q - zero) + half_to_float(half_at(unit + 2 * EDGE + 2 * column));
                 break;
             }
             case Format::t8: {

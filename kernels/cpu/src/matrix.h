@@ -21,8 +21,10 @@ enum class Source { f32, f16, bf16, q8_0, q4_0, q4_1 };
 //       the low halves are the outputs 0 .. VL, the high ones VL .. NR
 //   p16: [NR / EDGE][groups, an even number] of { bf16 [EDGE][EDGE][2] }
 //   p8: the same with { f16 scale [EDGE], bytes [EDGE][EDGE][2] }, weight = scale * byte, which has a sign
-//   p4: the same with { f16 scale [EDGE], f16 least [EDGE], 16 bits [EDGE / 4][EDGE][2] }, weight = scale * quarter + least;
-//       a quarter is a row of bytes in p8, the low ones are the rows 0, 4, 8 and 12
+//   p4: the same with { f16 scale [EDGE], f16 rest [EDGE], 16 bits [EDGE / 4][EDGE][2] }; a quarter of the 16 bits is a row
+//       of bytes in p8, the low ones are the rows 0, 4, 8 and 12. Behind all groups of a strip { bytes 16 - zero [EDGE] } for
+//       each; weight = scale * (quarter - zero) + rest. The zero is the quarter that stands for about 0, so that where a
+//       weight is small both terms are.
 //   t8: f32 scale [NR], then [k / TILE_K][NR / EDGE] tiles: bytes [TILE_K / 4][EDGE][4], weight = scale * (byte - 128)
 //   t4: the same with tiles made of less: { 16 bits step [2][EDGE], least [2][EDGE], bytes [TILE_K / 8][EDGE][4] }, for the
 //       first and the second GROUP of TILE_K; byte of a t8 tile = (step * half byte + least) / 128, rounded down; the low
@@ -52,14 +54,18 @@ struct Matrix {
     }
     // In strips groups go in pairs, and the last may be there only to make one.
     long pairs_of_groups() const { return (groups() + 1) / 2; }
-    // Of a group of EDGE outputs.
-    long strip_bytes() const {
+    // Of a group of EDGE outputs, and of all of them.
+    long unit_bytes() const {
         return EDGE * (format == Format::p16 ? 2 * GROUP : format == Format::p8 ? 2 + GROUP : 4 + GROUP / 2);
     }
+    long strip_bytes() const {
+        return round_up(2 * pairs_of_groups() * (unit_bytes() + (format == Format::p4 ? EDGE : 0)), 64);
+    }
+    long zeros_at(long group) const { return 2 * pairs_of_groups() * unit_bytes() + group * EDGE; }  // in a strip of p4
     bool in_strips() const { return format == Format::p16 || format == Format::p8 || format == Format::p4; }
     long panel_bytes() const {
         if (format == Format::t8 || format == Format::t4) return NR * 4 + round_up(k, TILE_K) / TILE_K * 2 * tile_bytes();
-        if (in_strips()) return NR / EDGE * pairs_of_groups() * 2 * strip_bytes();
+        if (in_strips()) return NR / EDGE * strip_bytes();
         return format == Format::q8 || format == Format::q4 ? groups() * group_bytes() : group_bytes() / GROUP * k;
     }
     long tile_bytes() const { return format == Format::t4 ? TILE4_BYTES : TILE_BYTES; }
@@ -68,6 +74,7 @@ struct Matrix {
     // rows[i]: where output i's weights lie, gates before ups. `arena` owns what is packed. Files in q4 or q8 stay as they
     // are; to be `whole` the others become q8: byte = weight / scale to nearest, scale = largest / 127. For `tiles` all do,
     // with a scale for a whole row; what the file has in 4 bits is kept in 4 and becomes 8 when it is used.
+    // Throws std::range_error: q4_0 with a scale above 8188.
     void pack(Source source, const void* const* rows, const float* bias, Pool& pool, Arena& arena);
     // weight[row, 0..k) in float32
     void row(long row, float* out) const;
