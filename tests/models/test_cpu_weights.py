@@ -119,7 +119,8 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
     for kind in (T.F32, T.F16, T.Q8_0, T.Q4_0):
         reference = tiny("llama", hidden_size=256, intermediate_size=512, vocab_size=512, head_dim=64)
         sizes[kind] = packed(save_gguf(tmp_path / "m.gguf", reference, kind)).weight_bytes
-    assert np.allclose([sizes[k] / sizes[T.F32] for k in (T.F16, T.Q8_0, T.Q4_0)], [0.5, 34 / 128, 20 / 128], rtol=0.02)
+    want = [0.5, 34 / 128, (21 if library().tiles else 20) / 128]  # tiles: a byte more for each block
+    assert np.allclose([sizes[k] / sizes[T.F32] for k in (T.F16, T.Q8_0, T.Q4_0)], want, rtol=0.02)
 
 
 def test_a_file_that_was_cut_after_it_was_opened(tmp_path: Path) -> None:
