@@ -35,7 +35,6 @@ class CpuModel:
         self.int8 = int8
         self._rotary = rotary
         self._library = library
-        self._stepped = False
         self._packed = Model(
             library,
             Shape(
@@ -72,6 +71,11 @@ class CpuModel:
         """Bytes of the packed matrices."""
         return self._packed.weight_bytes
 
+    def settle(self) -> None:
+        """See :class:`chatsvc.models.attention.base.FusedModel`."""
+        self._library.ck_trim()  # whoever loaded the weights has dropped them by now
+        self._packed.settle()
+
     def step(
         self, ids: Sequence[int], positions: Sequence[int], layout: StepLayout, wanted: list[int], cache: KVCache
     ) -> torch.Tensor:
@@ -79,9 +83,6 @@ class CpuModel:
         the CPU."""
         data = cache.data
         assert data.dtype in KEPT and data.is_contiguous() and data.device.type == "cpu"
-        if not self._stepped:  # whoever loaded the weights has dropped them by now
-            self._library.ck_trim()
-            self._stepped = True
         angles = self._rotary.table(max(positions, default=0) + 1)
         rows = sorted(set(wanted))  # forks of one sequence ask for the same row
         logits = self._packed.forward(sequences_of(layout), ids, positions, rows, angles, data)

@@ -84,6 +84,9 @@ class GpuModel:
         self._model = model
         self._programs, self._cascade = programs, cascade
 
+    def settle(self) -> None:
+        """See :class:`chatsvc.models.attention.base.FusedModel`: nothing."""
+
     def step(
         self, ids: Sequence[int], positions: Sequence[int], layout: StepLayout, wanted: list[int], cache: KVCache
     ) -> torch.Tensor:

@@ -123,6 +123,8 @@ class LocalExecutor:
         runner = self.runner = ModelRunner(model, backend, cache, host)
         loaded = time.perf_counter()
         short, per_token = self._measure(runner, max_model_len) if self.config.measure or host else (0.0, 0.0)
+        if isinstance(runner.model, FusedModel):
+            runner.model.settle()
         tokens_per_step = 512
         if self.config.measure:
             tokens_per_step = first_budget(short, per_token, self.config.max_step_seconds)

@@ -80,6 +80,7 @@ def random_model(library: Library, shape: Shape, threads: int, fmt: str, low: bo
     head = "q8_0" if fmt.startswith("q4") else fmt
     model.linear(0, "head", random_rows(head, shape.vocab, shape.hidden), None, low)
     model.finish(ones, tied=True)
+    model.settle(wait=True)
     return model
 
 

@@ -95,6 +95,10 @@ class FusedModel(Protocol):
     dtype: torch.dtype
     device: torch.device
 
+    def settle(self) -> None:
+        """What may wait until the first steps have been measured; called once."""
+        ...
+
     def step(
         self, ids: Sequence[int], positions: Sequence[int], layout: StepLayout, wanted: list[int], cache: KVCache
     ) -> torch.Tensor:

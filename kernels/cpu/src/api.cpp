@@ -96,6 +96,18 @@ API void ck_model_finish(void* handle, const float* norm, int tied) {
     model.tied = tied != 0;
 }
 
+// See Model::settle; wait: until it is done. Returns 0, or 1 when there is no thread.
+API int ck_model_settle(void* handle, int wait) {
+    auto& model = *static_cast<Model*>(handle);
+    try {
+        model.settle();
+        if (wait) model.settled();
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
+}
+
 // ints: what `sequences` reads, then ids [T], positions [T], wanted [R]. kept: what the pages keep, as in attention.h.
 // Returns 0, or 1 when there is no memory.
 API int ck_model_forward(void* handle, const long* ints, long tokens, long count, long rows, const float* angles,

@@ -48,6 +48,14 @@ void linear_unpacked(const Product& p, const Part& part, Buffers& mem, const cha
     }
 }
 
+// A task is some neighbouring panels: as many as let each thread have some, but no more than are a moment's work.
+long panels_of_task(const Matrix& m, long rows, long threads) {
+    const bool low = m.by != Products::floats, direct = !low && rows <= DIRECT_ROWS;
+    const long unit = direct ? direct_panels(rows) : 1, most = TASK * (low ? WHOLE_FASTER : 1) / (unit * rows);
+    const long least = m.by == Products::tiles || m.by == Products::parts ? TILE_PANELS : 1;
+    return direct || low ? unit * std::clamp(m.count() / (unit * threads * 4), 1L, std::max(least, most)) : 1;
+}
+
 }  // namespace
 
 void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Matrix* next,
@@ -58,19 +66,17 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
     const long band = std::max<long>(BAND, X_BYTES / (m.k * size_of_x) / BAND * BAND);
     const long bands = (p.rows + band - 1) / band;
     const long rows = std::max(1L, p.rows);  // a step of chunks alone samples none: no bands, so no tasks
-    const bool low = m.by != Products::floats, direct = !low && rows <= DIRECT_ROWS;
-    // A task is some neighbouring panels: as many as let each thread have some, but no more than are a moment's work.
-    const long unit = direct ? direct_panels(rows) : 1, most = TASK * (low ? WHOLE_FASTER : 1) / (unit * rows);
-    const long least = m.by == Products::tiles || m.by == Products::parts ? TILE_PANELS : 1;
-    const long size = direct || low ? unit * std::clamp(panels / (unit * threads * 4), 1L, std::max(least, most)) : 1;
-    const long tasks = (panels + size - 1) / size;
+    const bool direct = m.by == Products::floats && rows <= DIRECT_ROWS;
+    const long size = panels_of_task(m, rows, threads), tasks = (panels + size - 1) / size;
+    const long next_size = next ? panels_of_task(*next, rows, threads) : 0;
     w.each(bands * tasks, [&](long task) {
         const long at = task % tasks * size, row = task / tasks * band;
         const Part part{at, std::min(size, panels - at), row, std::min(band, p.rows - row)};
         // While these are used, those that this thread probably takes next come into the cache.
         const long soon = task % tasks + threads;
-        const unsigned char* target =
-            soon < tasks ? m.panel(soon * size) : next ? next->panel((soon - tasks) % next->count()) : m.panels;
+        const unsigned char* target = soon < tasks ? m.panel(soon * size)
+                                      : next       ? next->panel((soon - tasks) * next_size % next->count())
+                                                   : m.panels;
         const char* ahead = reinterpret_cast<const char*>(target);
         if (m.by == Products::whole)
             linear8(p, part, ahead);

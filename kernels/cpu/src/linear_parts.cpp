@@ -25,21 +25,26 @@ constexpr long block(int M, int R) { return together(M) ? 1L << 30 : R == 1 ? 4 
 static_assert(2 * 2 * block(EDGE, 2) <= WIDE, "a strip's tiles, for all rows, and the next strip's");
 
 // A block's pairs of EDGE outputs for one of R tiles of rows; then of the next tile, the next outputs, the next block.
-template <int M, int R>
-struct Visit {
-    const Matrix& m;
-    const Part& part;
+template <Format F, int M, int R>
+class Visit {
+  public:
+    Visit(const Matrix& m, const Part& part)
+        : first_strip_(m.panel(part.panel)), strip_bytes_(m.strip_bytes()), zeros_at_(m.zeros_at(0)),
+          all_pairs_(m.pairs_of_groups()), strips_(2 * part.panels) {}
     long first = 0, strip = 0, tile = 0;  // first: pair
 
-    bool there() const { return first < m.pairs_of_groups(); }
-    long pairs() const { return std::min(block(M, R), m.pairs_of_groups() - first); }
+    bool there() const { return first < all_pairs_; }
+    long pairs() const { return std::min(block(M, R), all_pairs_ - first); }
     void next() {
         if (++tile == R) tile = 0, ++strip;
-        if (strip == 2 * part.panels) strip = 0, first += block(M, R);
+        if (strip == strips_) strip = 0, first += block(M, R);
     }
-    const unsigned char* all() const { return m.panel(part.panel + strip / 2) + strip % 2 * m.strip_bytes(); }
-    const unsigned char* weights() const { return all() + 2 * first * m.unit_bytes(); }
-    const unsigned char* zeros() const { return all() + m.zeros_at(2 * first); }
+    const unsigned char* weights() const { return first_strip_ + strip * strip_bytes_ + 2 * first * Matrix::unit_bytes(F); }
+    const unsigned char* zeros() const { return first_strip_ + strip * strip_bytes_ + zeros_at_ + 2 * first * EDGE; }
+
+  private:
+    const unsigned char* first_strip_;
+    const long strip_bytes_, zeros_at_, all_pairs_, strips_;
 };
 
 // A group's weights as a tile: rows of two neighbouring inputs of EDGE outputs. zeros: those of p4.
@@ -106,7 +111,7 @@ template <Format F, int M, int R>
 class Front {
   public:
     Front(const Product& p, const Part& part, long row, const char* ahead)
-        : x_(p.low->parts), row_(row), bytes_(p.m.unit_bytes()), coming_(ahead), widened_{p.m, part}, now_{p.m, part} {
+        : x_(p.low->parts), row_(row), coming_(ahead), widened_(p.m, part), now_(p.m, part) {
         for (long i = 0; i < AHEAD; ++i) widen_one();
         turn();
     }
@@ -116,7 +121,7 @@ class Front {
         widen_one();
         fetch<(SLOT + 1) % SLOTS>();
         settle(this);
-        if (!now_.there()) return;
+        if (!left_) return;
         const unsigned char *w = wide_[tile_ % WIDE], *x = at_;
         if constexpr (together(M)) {
             if constexpr (SLOT == 0) { EACH_PART(0, 6, w, x); }
@@ -161,22 +166,25 @@ class Front {
         // With several tiles of rows there is as much time for it as they take.
         if (R > 1 && skip_) return void(--skip_);
         if (coming_) {
-            for (long j = 0; j < bytes_; j += 64) prefetch(coming_ + j);
-            coming_ += bytes_;
+#pragma GCC unroll 16
+            for (long j = 0; j < SOON; j += 64) prefetch(coming_ + j);
+            coming_ += SOON;
         }
         widen<F>(from_, zeros_, wide_[made_ % WIDE]);
-        from_ += bytes_, zeros_ += EDGE, ++made_;
+        from_ += BYTES, zeros_ += EDGE, ++made_;
         if (--widening_) return;
         skip_ = (R - 1) * 2 * widened_.pairs();
         for (int i = 0; i < R; ++i) widened_.next();
     }
 
+    static constexpr long BYTES = Matrix::unit_bytes(F), SOON = (BYTES + EDGE + 63) / 64 * 64;  // with zeros
     const RowsOfParts& x_;
-    const long row_, bytes_;
+    const long row_;
     const char* coming_;
-    Visit<M, R> widened_, now_;
+    Visit<F, M, R> widened_, now_;
     const unsigned char *from_ = nullptr, *zeros_ = nullptr, *at_ = nullptr;
-    long widening_ = 0, made_ = 0, skip_ = 0, left_ = 0, tile_ = 0;
+    long widening_ = 0, skip_ = 0, left_ = 0;
+    unsigned long made_ = 0, tile_ = 0;
     alignas(64) float sums_[SLOTS][EDGE][EDGE];
     alignas(64) unsigned char wide_[WIDE][TILE_BYTES];
 };
@@ -206,8 +214,8 @@ void multiply(const Product& p, const Part& part, long row, const char* ahead, f
     Front<F, M, R> front(p, part, row, ahead);
     front.template go<0>(), front.template go<1>(), front.template go<2>(), front.template go<3>();
     bool even = true;
-    const long bytes = p.m.unit_bytes();
-    for (Visit<M, R> v{p.m, part}; v.there(); v.next()) {
+    constexpr long bytes = Matrix::unit_bytes(F);
+    for (Visit<F, M, R> v(p.m, part); v.there(); v.next()) {
         float* kept = sums + (v.strip * R + v.tile) * EDGE * EDGE;
         vf acc[M];
 #pragma GCC unroll 16

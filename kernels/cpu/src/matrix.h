@@ -55,9 +55,10 @@ struct Matrix {
     // In strips groups go in pairs, and the last may be there only to make one.
     long pairs_of_groups() const { return (groups() + 1) / 2; }
     // Of a group of EDGE outputs, and of all of them.
-    long unit_bytes() const {
-        return EDGE * (format == Format::p16 ? 2 * GROUP : format == Format::p8 ? 2 + GROUP : 4 + GROUP / 2);
+    static constexpr long unit_bytes(Format f) {
+        return EDGE * (f == Format::p16 ? 2 * GROUP : f == Format::p8 ? 2 + GROUP : 4 + GROUP / 2);
     }
+    long unit_bytes() const { return unit_bytes(format); }
     long strip_bytes() const {
         return round_up(2 * pairs_of_groups() * (unit_bytes() + (format == Format::p4 ? EDGE : 0)), 64);
     }

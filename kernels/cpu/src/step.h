@@ -1,5 +1,7 @@
 // One forward step of a Llama-family model, all layers in one call.
 #pragma once
+#include <atomic>
+#include <thread>
 #include <vector>
 
 #include "attention.h"
@@ -29,7 +31,18 @@ struct Step {
 class Model {
   public:
     Model(const Shape& shape, int threads) : shape(shape), pool(threads), layers(shape.layers) {}
+    ~Model() {
+        leaving_ = true;
+        settled();
+    }
     void forward(const Step& step);
+    // What may wait until a server has started (Arena::collapse), on a thread of its own; settled() waits for it.
+    void settle() {
+        if (!settling_.joinable()) settling_ = std::thread([this] { arena.collapse(leaving_); });
+    }
+    void settled() {
+        if (settling_.joinable()) settling_.join();
+    }
 
     const Shape shape;
     Pool pool;
@@ -47,6 +60,8 @@ class Model {
     void gather(const Step& step);
     void place(const Layer& layer, const Step& step, long index, long token);
 
+    std::atomic<bool> leaving_{false};
+    std::thread settling_;
     AttentionPlan plan_;
     std::vector<Buffers> buffers_;
     Lines<float> hidden_, normed_, qkv_, attended_, inner_;
