@@ -91,14 +91,14 @@ template <>
 
 // Products of 32 inputs of all rows: of each part for itself, or added up, the smallest numbers first. Both make the same
 // sums: a tile's instruction adds to what is there once, at its end.
-#define EACH_PART(SUM, WEIGHTS, WIDE, X) \
+#define EACH_PART(SUM, WEIGHTS, FROM, X) \
     _tile_zero(SUM);                     \
-    _tile_loadd(WEIGHTS, WIDE, 64);      \
+    _tile_loadd(WEIGHTS, FROM, 64);      \
     _tile_loadd(4, X, 64);               \
     _tile_dpbf16ps(SUM, 4, WEIGHTS)
-#define ALL_PARTS(SUM, WEIGHTS, WIDE, X) \
+#define ALL_PARTS(SUM, WEIGHTS, FROM, X) \
     _tile_zero(SUM);                     \
-    _tile_loadd(WEIGHTS, WIDE, 64);      \
+    _tile_loadd(WEIGHTS, FROM, 64);      \
     _tile_loadd(4, X, PARTS * 64);       \
     _tile_dpbf16ps(SUM, 4, WEIGHTS);     \
     _tile_loadd(5, X + 64, PARTS * 64);  \
