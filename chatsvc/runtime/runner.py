@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,6 +13,8 @@ from chatsvc.models.attention.base import AttentionBackend, FusedModel, FusingBa
 from chatsvc.models.base import CausalLM
 from chatsvc.runtime.sampler import sample
 from chatsvc.scheduler.plan import SampledToken, SamplingRow, ScheduledRow, SchedulerOutput, StepResult
+
+log = logging.getLogger(__name__)
 
 
 def layout_of(rows: tuple[ScheduledRow, ...], block_size: int) -> StepLayout:
@@ -163,6 +166,7 @@ class ModelRunner:
         if sampled:
             for (seq_id, _), outcome in zip(sampled, self._sample(logits, [how for _, how in sampled]), strict=True):
                 if isinstance(outcome, str):
+                    log.warning("a request ends: %s (sequence %d)", outcome, seq_id)
                     errors[seq_id] = outcome
                 else:
                     tokens[seq_id] = [outcome]

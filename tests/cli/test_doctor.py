@@ -124,6 +124,11 @@ def test_attention_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPatch, 
             assert "int8 products" in attention(quantization="int8").text or "first start" in attention().text
         assert "first start compiles" in attention().text
         assert list(tmp_path.iterdir()) == [], "looking changes nothing"
+    with monkeypatch.context() as broken:
+        broken.setenv("CXX", "/bin/false")
+        found = {f.topic: f for f in collect(ServeConfig.of(session_store="memory://"))}
+        assert (found["compiler"].level, found["attention"].level) == ("warn", "warn")
+        assert "/bin/false compiles no C++20" in found["compiler"].text
     assert "TorchBackend" in attention(attention_backend="torch").text
     assert "TorchBackend" in attention(dtype="bfloat16").text
     refused = collect(ServeConfig.of(session_store="memory://", quantization="int8", attention_backend="torch"))

@@ -183,13 +183,14 @@ KINDS = {
         replace(BIASED, hidden_size=96, head_dim=16, intermediate_size=160), fmt="q8_0"
     ),
     "bfloat16-weights": Kind(BLOCKS, fmt="bf16"),
+    # What processors without tiles do, on one that has them.
+    "4-bit-blocks-without-tiles": Kind(BLOCKS, fmt="q4_1", target="cascadelake"),
     "int8": Kind(PLAIN, int8=True),
     "int8-biases-and-norms": Kind(BIASED, int8=True),
     "kv-bfloat16": Kind(PLAIN, kept=torch.bfloat16),
     "int8-kv-float16": Kind(BIASED, int8=True, kept=torch.float16),
     "wide-kv-bfloat16": Kind(WIDE, kept=torch.bfloat16),
     "int8-wide-kv-bfloat16": Kind(WIDE, int8=True, kept=torch.bfloat16),
-    # What processors without tiles do, on one that has them.
     "int8-wide-kv-bfloat16-vnni": Kind(WIDE, int8=True, kept=torch.bfloat16, target="cascadelake"),
 }
 
