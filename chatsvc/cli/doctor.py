@@ -136,11 +136,9 @@ def _kernels(config: ServeConfig) -> list[Finding]:
             "warn" if device.type == "cuda" and not triton else "ok",
             "installed" if triton else "not installed (only needed on a GPU)",
         ),
-        Finding(
-            "compiler",
-            "ok" if cxx == found else "warn",
-            f"{found} compiles no C++20" if found and not cxx else cxx or "none found",
-        ),
+        Finding("compiler", "ok", cxx or "none found")
+        if cxx == found
+        else Finding("compiler", "warn", f"{found} compiles no C++20"),
     ]
 
 

@@ -82,7 +82,8 @@ def ensure(target: str = "native") -> Path:
         fresh = Path(scratch) / path.name
         _compile(cxx, target, fresh)
         _check(fresh)
-        fresh.write_bytes(fresh.read_bytes() + _digest(fresh.read_bytes()))
+        library = fresh.read_bytes()
+        fresh.write_bytes(library + _digest(library))
         # Two processes may build at once: both results are whole, and the last one stays.
         fresh.replace(path)
     log.info("CPU kernels ready after %.1f s: %s", time.perf_counter() - began, path)

@@ -138,9 +138,12 @@ class Rig:
         self.block_size = block_size
         data = kv.allocate(torch_model.shape, blocks, block_size, kind.kept, torch.device("cpu")).data
         data.fill_(float("nan"))
-        weights = Packed(torch_model, in_file)
-        packed = CpuModel(library(kind.target), weights, torch_model.rotary, threads, kind.int8)
-        self.runner = ModelRunner(packed, CpuBackend(library(kind.target), threads, kind.int8), KVCache(data))
+        backend = CpuBackend(library(kind.target), threads, kind.int8)
+        runs: LlamaModel | CpuModel = torch_model  # which the backend packs
+        if kind.fmt != "f32":
+            weights = Packed(torch_model, in_file)
+            runs = CpuModel(backend.library, weights, torch_model.rotary, threads, kind.int8)
+        self.runner = ModelRunner(runs, backend, KVCache(data))
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(blocks)) + 1
         self._free: Iterator[int] = iter(order.tolist())
 

@@ -9,11 +9,11 @@ from kernels.cpu import build
 from kernels.cpu.library import Library, Model, Sequences, Shape
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-SHAPE = Shape(vocab=20_000, hidden=512, layers=1, heads=8, kv_heads=8, dim=64, intermediate=512, eps=1e-5)
+SHAPE = Shape(vocab=40_000, hidden=512, layers=1, heads=8, kv_heads=8, dim=64, intermediate=512, eps=1e-5)
 
 
 def large_model() -> Model:
-    """More than one chunk of memory: 50 MB."""
+    """More than one chunk of memory, and one that is larger than chunks are: 90 MB."""
     model = Model(Library(build.ensure()), SHAPE, 2)
     random = torch.Generator().manual_seed(3)
     for kind, n in (("qkv", 1536), ("o", 512), ("gate_up", 1024), ("down", 512)):
@@ -28,7 +28,7 @@ def logits(model: Model) -> torch.Tensor:
     pool = torch.zeros(2, 1, 2, 16, 8, 64)
     angles = torch.cat([torch.ones(4, 32), torch.zeros(4, 32)], dim=1)
     return model.forward(
-        Sequences([4], [4], [[1]], [16, 17, 18, 19]), [5, 9, 19_999, 0], [0, 1, 2, 3], [0, 3], angles, pool
+        Sequences([4], [4], [[1]], [16, 17, 18, 19]), [5, 9, 39_999, 0], [0, 1, 2, 3], [0, 3], angles, pool
     )
 
 

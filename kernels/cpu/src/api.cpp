@@ -72,7 +72,7 @@ API int ck_model_linear(void* handle, long layer, int which, long n, long k, int
         m = which == 0 ? &l.qkv : which == 1 ? &l.o : which == 2 ? &l.gate_up : &l.down;
     }
     m->n = n, m->k = k, m->pairs = which == 2, m->by = products(low, static_cast<Source>(source), k);
-    model.tiles = model.tiles || m->by == Products::tiles || m->by == Products::parts;
+    model.tiles = model.tiles || by_tiles(m->by);
     try {
         m->pack(static_cast<Source>(source), rows, bias, model.pool, model.arena);
     } catch (const std::range_error&) {
@@ -178,7 +178,7 @@ API double ck_linear(int threads, const float* x, long rows, int source, const v
         for (int i = 0; i < repeat; ++i) {
             const auto began = std::chrono::steady_clock::now();
             pool.run(1, [&](Worker& w) {
-                Tiles lent(m.by == Products::tiles || m.by == Products::parts);
+                Tiles lent(by_tiles(m.by));
                 linear(w, {m, x, k, &low_x, rows, y, n, Then::store}, buffers, nullptr, [] {});
             });
             best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());

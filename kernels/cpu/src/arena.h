@@ -28,19 +28,26 @@ struct OnLine {
 template <class T>
 using Lines = std::vector<T, OnLine<T>>;
 
+// Room for so many; what is in them may be gone.
+template <class T>
+void grow(Lines<T>& v, long size) {
+    if (static_cast<long>(v.size()) < size) v.resize(size);
+}
+
 class Arena {
   public:
     Arena() = default;
     Arena(const Arena&) = delete;
     ~Arena() {
-        for (void* p : chunks_) std::free(p);
+        for (const Chunk& chunk : chunks_) std::free(chunk.begin);
     }
     // Aligned to a cache line; throws std::bad_alloc.
     void* take(long bytes) {
         bytes = (bytes + LINE - 1) / LINE * LINE;
         if (bytes > left_) grow(bytes);
-        void* p = next_;
-        next_ += bytes, left_ -= bytes, taken_ += bytes;
+        char*& end = chunks_.back().end;
+        void* p = end;
+        end += bytes, left_ -= bytes, taken_ += bytes;
         return p;
     }
 
@@ -51,11 +58,9 @@ class Arena {
     // the start. Other threads may read meanwhile.
     void collapse(const std::atomic<bool>& stop) const {
 #if defined(__linux__)
-        for (int refused = 0; char* chunk : chunks_) {
-            char* const end = chunk == chunks_.back() ? next_ : chunk + CHUNK;  // a larger one: its beginning
-            for (char* p = chunk; p + PAGE <= end && refused < 4 && !stop; p += PAGE)
+        for (int refused = 0; const Chunk& chunk : chunks_)
+            for (char* p = chunk.begin; p + PAGE <= chunk.end && refused < 4 && !stop; p += PAGE)
                 if (madvise(p, PAGE, MADV_COLLAPSE)) ++refused;
-        }
 #endif
     }
 
@@ -63,12 +68,14 @@ class Arena {
     static constexpr long LINE = 64, PAGE = 2 << 20, CHUNK = 64 << 20;
     void grow(long bytes) {
         bytes = (std::max(bytes, CHUNK) + PAGE - 1) / PAGE * PAGE;
-        void* p = std::aligned_alloc(PAGE, bytes);
+        char* p = static_cast<char*>(std::aligned_alloc(PAGE, bytes));
         if (!p) throw std::bad_alloc();
-        chunks_.push_back(static_cast<char*>(p));
-        next_ = chunks_.back(), left_ = bytes;
+        chunks_.push_back({p, p});
+        left_ = bytes;
     }
-    std::vector<char*> chunks_;
-    char* next_ = nullptr;
+    struct Chunk {
+        char *begin, *end;  // of what was taken
+    };
+    std::vector<Chunk> chunks_;
     long left_ = 0, taken_ = 0;
 };

@@ -35,7 +35,7 @@ void linear_unpacked(const Product& p, const Part& part, Buffers& mem, const cha
     const long tiles = (part.rows + MR - 1) / MR, step = (m.panel_bytes() / tiles + m.k - 1) / m.k;
     const float* floats = reinterpret_cast<const float*>(m.panel(part.panel));
     if (m.format != Format::f32) {
-        mem.panel.resize(std::max<size_t>(mem.panel.size(), (m.k + GROUP) * NR));
+        grow(mem.panel, (m.k + GROUP) * NR);
         m.unpack(part.panel, 0, m.k, mem.panel.data());
         floats = mem.panel.data();
     }
@@ -52,7 +52,7 @@ void linear_unpacked(const Product& p, const Part& part, Buffers& mem, const cha
 long panels_of_task(const Matrix& m, long rows, long threads) {
     const bool low = m.by != Products::floats, direct = !low && rows <= DIRECT_ROWS;
     const long unit = direct ? direct_panels(rows) : 1, most = TASK * (low ? WHOLE_FASTER : 1) / (unit * rows);
-    const long least = m.by == Products::tiles || m.by == Products::parts ? TILE_PANELS : 1;
+    const long least = by_tiles(m.by) ? TILE_PANELS : 1;
     return direct || low ? unit * std::clamp(m.count() / (unit * threads * 4), 1L, std::max(least, most)) : 1;
 }
 

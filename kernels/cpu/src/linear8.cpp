@@ -77,9 +77,6 @@ constexpr Block pick(int m, std::integer_sequence<int, I...>) {
 
 void Rows8::shape(long rows, long inputs) {
     given_ = inputs, groups = (inputs + GROUP - 1) / GROUP, k = groups * GROUP;
-    auto grow = [](auto& v, long size) {
-        if (static_cast<long>(v.size()) < size) v.resize(size);
-    };
     grow(numbers_, rows * k), grow(scales_, rows * groups), grow(totals_, rows * groups), grow(sums_, rows * groups);
 }
 

@@ -263,7 +263,7 @@ constexpr Multiply pick(long rows, std::integer_sequence<int, I...>) {
 
 void linear_parts(const Product& p, const Part& part, Buffers& mem, const char* ahead) {
     constexpr auto sizes = std::make_integer_sequence<int, EDGE>();
-    mem.panel.resize(std::max<size_t>(mem.panel.size(), part.panels * 2 * 2 * EDGE * EDGE));
+    grow(mem.panel, part.panels * 2 * 2 * EDGE * EDGE);
     for (long row = part.row, stop = row + part.rows; row < stop; row += 2 * EDGE, ahead = nullptr) {
         const long rows = std::min(2 * EDGE, stop - row);
         const auto f = p.m.format == Format::p16  ? pick<Format::p16>(rows, sizes)
@@ -300,8 +300,5 @@ void RowsOfParts::set(long, const float*) {}
 
 void RowsOfParts::shape(long rows, long k) {
     given_ = k / GROUP, groups = round_up(given_, 2), rows = round_up(rows, EDGE);
-    auto grow = [](auto& v, long size) {
-        if (static_cast<long>(v.size()) < size) v.resize(size);
-    };
     grow(parts_, rows * groups * PARTS * 64), grow(totals_, rows * groups);
 }

@@ -107,7 +107,7 @@ void many_rows(const Product& p, const Part& part, Buffers& mem, const char* ahe
     const long steps = x.k / TILE_K, size = steps * 2 * TILE_BYTES, tiles = (part.rows + EDGE - 1) / EDGE;
     auto wide = [&](long i) { return m.panel(part.panel + i) + NR * 4; };
     if (m.format == Format::t4) {
-        mem.tiles.resize(std::max<size_t>(mem.tiles.size(), part.panels * size));
+        grow(mem.tiles, part.panels * size);
         for (long i = 0; i < part.panels; ++i)
             for (long t = 0; t < 2 * steps; ++t)
                 widen(wide(i) + t * TILE4_BYTES, mem.tiles.data() + i * size + t * TILE_BYTES,
@@ -166,6 +166,5 @@ void RowsOfDigits::set(long, const float*) {}
 
 void RowsOfDigits::shape(long rows, long inputs) {
     given_ = inputs, k = round_up(inputs, TILE_K), rows = round_up(rows, EDGE);
-    if (digits_.size() < static_cast<size_t>(rows * 2 * k)) digits_.resize(rows * 2 * k);
-    if (about_.size() < static_cast<size_t>(rows)) about_.resize(rows);
+    grow(digits_, rows * 2 * k), grow(about_, rows);
 }

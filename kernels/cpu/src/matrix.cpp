@@ -213,6 +213,23 @@ void pack_tiles(Source source, Format format, const void* const* rows, long k, l
         if (rows[lane]) (format == Format::t4 ? pack_t4 : pack_t8)(source, rows[lane], k, lane, to);
 }
 
+void pack_strips(const Matrix& m, Source source, const void* const* rows, Byte* to) {
+    std::memset(to, 0, m.panel_bytes());
+    for (long lane = 0; lane < NR; ++lane) {
+        if (!rows[lane]) continue;
+        Byte* strip = to + lane / EDGE * m.strip_bytes();
+        if (m.format == Format::p16) {
+            put_in_strip(rows[lane], m.k, strip, lane % EDGE);
+            continue;
+        }
+        for (long g = 0; g < m.groups(); ++g) {
+            const Block b = block_of(source, rows[lane], g, m.k);
+            put_in_strip(m.format, strip + g * m.unit_bytes(), lane % EDGE, b);
+            if (m.format == Format::p4) put_zero(strip, m, g, lane % EDGE, b);
+        }
+    }
+}
+
 template <class T>
 void pack_numbers(const void* const* rows, long k, T* to) {
     for (long kk = 0; kk < k; ++kk)
@@ -255,16 +272,7 @@ void Matrix::pack(Source source, const void* const* rows, const float* given_bia
             if (format == Format::t8 || format == Format::t4) {
                 pack_tiles(source, format, from, k, panel_bytes(), to);
             } else if (in_strips()) {
-                std::memset(to, 0, panel_bytes());
-                for (long lane = 0; lane < NR; ++lane) {
-                    Byte* strip = to + lane / EDGE * strip_bytes();
-                    if (from[lane] && format == Format::p16) put_in_strip(from[lane], k, strip, lane % EDGE);
-                    for (long g = 0; from[lane] && format != Format::p16 && g < groups(); ++g) {
-                        const Block b = block_of(source, from[lane], g, k);
-                        put_in_strip(format, strip + g * unit_bytes(), lane % EDGE, b);
-                        if (format == Format::p4) put_zero(strip, *this, g, lane % EDGE, b);
-                    }
-                }
+                pack_strips(*this, source, from, to);
             } else if (format == Format::f32 && all) {
                 float* floats = reinterpret_cast<float*>(to);
                 for (long half = 0; half < NR; half += VL)

@@ -34,6 +34,7 @@ enum class Format { f32, f16, bf16, q8, q4, p16, p8, p4, t8, t4 };
 // How its products are taken: in float32 (linear.cpp), as accurately by the processor's matrix tiles (linear_parts.cpp; the
 // format is p16, p8 or p4 then), in whole numbers (linear8.cpp; q8 or q4), or in whole numbers by tiles (linear_tiles.cpp).
 enum class Products { floats, parts, whole, tiles };
+static inline bool by_tiles(Products by) { return by == Products::parts || by == Products::tiles; }
 
 // With `pairs` the matrix is gate over up ([2n, k] packed so that a panel holds VL gates and their VL ups).
 struct Matrix {

@@ -10,11 +10,9 @@ constexpr long ALONE = 10000;  // floats that one thread goes through faster tha
 }
 
 void Model::reserve(long tokens) {
-    auto grow = [tokens](Lines<float>& v, long width) {
-        if ((long)v.size() < tokens * width) v.resize(tokens * width);
-    };
-    grow(hidden_, shape.hidden), grow(normed_, shape.hidden), grow(attended_, shape.heads * shape.dim);
-    grow(qkv_, (shape.heads + 2 * shape.kv_heads) * shape.dim), grow(inner_, shape.intermediate);
+    grow(hidden_, tokens * shape.hidden), grow(normed_, tokens * shape.hidden);
+    grow(attended_, tokens * shape.heads * shape.dim), grow(inner_, tokens * shape.intermediate);
+    grow(qkv_, tokens * (shape.heads + 2 * shape.kv_heads) * shape.dim);
     buffers_.resize(pool.size());
     for (const Layer& l : layers) {
         low_normed_.shape(l.qkv.by, tokens, shape.hidden), low_normed_.shape(l.gate_up.by, tokens, shape.hidden);
