@@ -20,6 +20,7 @@ _P, _L, _I, _F, _D = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_floa
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_simd": (ctypes.c_char_p, []),
     "ck_low_simd": (ctypes.c_char_p, []),
+    "ck_bf16_simd": (ctypes.c_char_p, []),
     "ck_trim": (None, []),
     "ck_model_new": (_P, [_P, _F, _I]),
     "ck_model_free": (None, [_P]),
@@ -138,6 +139,12 @@ class Library:
         """Whether the processor's matrix tiles (AMX) are used: for products in 8 bits, for those of float32 inputs with
         weights in bfloat16, 8 or 4 bits, and for attention over bfloat16."""
         return self.low_simd == "amx-int8"
+
+    @property
+    def bf16_simd(self) -> str:
+        """What multiplies bfloat16 in attention over a pool of it: amx-bf16 (matrix tiles), avx512-bf16, or "": nothing
+        does, those products are float32 too."""
+        return str(self.ck_bf16_simd().decode())
 
     def linear(
         self,

@@ -26,7 +26,9 @@ def test_every_name_answers_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None
             assert f"--attention-backend {name}" in str(error)
             assert "torch" in str(error)
         else:
-            assert backend.name in (("cpu", "cpu-tiles") if name in ("auto", "cpu") and compiler() else ("torch",))
+            assert backend.name in (
+                ("cpu", "cpu-tiles", "cpu-bf16") if name in ("auto", "cpu") and compiler() else ("torch",)
+            )
 
 
 def test_unknown_name() -> None:
@@ -87,7 +89,7 @@ def test_int8_is_done_by_the_compiled_kernels_or_refused(monkeypatch: pytest.Mon
         make_backend("auto", "cuda", int8=True)
     if compiler():
         names = {make_backend(name, "cpu", int8=True).name for name in ("auto", "cpu")}
-        assert names in ({"cpu-int8"}, {"cpu-int8-tiles"})
+        assert names in ({"cpu-int8"}, {"cpu-int8-tiles"}, {"cpu-int8-bf16"})
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the compiled CPU kernels: no C\+\+ compiler"):
@@ -125,4 +127,4 @@ from chatsvc.models.attention.select import make_backend
 print(make_backend("torch", "cpu").name, make_backend("auto", "cpu").name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() in (["torch", "cpu"], ["torch", "cpu-tiles"], ["torch", "torch"])
+    assert done.stdout.split() in (["torch", "cpu"], ["torch", "cpu-tiles"], ["torch", "cpu-bf16"], ["torch", "torch"])

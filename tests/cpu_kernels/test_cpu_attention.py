@@ -1,4 +1,4 @@
-"""Attention over a pool of bfloat16, by matrix tiles where there are such: against float64 with the same roundings."""
+"""Attention over a pool of bfloat16, in bfloat16 where processors multiply it: by float64 with the same roundings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from int8_rules import by_tiles, library
+from int8_rules import library
 
 from kernels import reference
 from kernels.cpu import build
@@ -46,8 +46,8 @@ class Batch:
                     slot.copy_(torch.randn(slot.shape, generator=generator))
         self.scale = torch.tensor(self.dim**-0.5)
 
-    def tiles(self, library: Library) -> bool:
-        return by_tiles(library) and self.dim % 32 == 0
+    def short(self, library: Library) -> bool:
+        return library.bf16_simd != "" and self.dim % 32 == 0
 
     def run(self, library: Library, threads: int, chosen: list[int] | None = None) -> list[torch.Tensor]:
         """Of each chosen sequence [new, heads, dim], in that order, all in one step."""
@@ -74,12 +74,12 @@ class Batch:
     def check(self, library: Library, threads: int) -> list[torch.Tensor]:
         got = self.run(library, threads)
         q, values = self.q * self.scale, self.pool[:, 0, 1].double()
-        if self.tiles(library):
+        if self.short(library):
             q = q.to(torch.bfloat16)
         want = self.truth(q, values)
         # A weight's rounding to 8 bits moves the result by 2^-8 of what it brings in; that of sums in float32, and of
         # e^x where 16 bits come of it, by less than 1e-4 of that.
-        bound = 2e-6 + (self.truth(q, values.abs()) * (2.0**-8 + 1e-4) if self.tiles(library) else 0)
+        bound = 2e-6 + (self.truth(q, values.abs()) * (2.0**-8 + 1e-4) if self.short(library) else 0)
         error = (torch.cat(got).double() - want).abs()
         assert (error <= bound).all(), (error / bound).max()
         return got
@@ -88,7 +88,9 @@ class Batch:
 MIXED = [(1, 1), (70, 6), (64, 64), (300, 1), (33, 33), (129, 2), (65, 1), (200, 135)]
 
 
-@pytest.mark.parametrize("target", ["native", pytest.param("haswell", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("haswell", "cooperlake"))]
+)
 @pytest.mark.parametrize("block", [8, 16, 32, 64])
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(32, 4, 4), (64, 9, 3), (96, 2, 1), (128, 8, 2), (80, 6, 2)])
 def test_against_float64(target: str, dim: int, heads: int, kv_heads: int, block: int) -> None:
@@ -142,7 +144,7 @@ def test_weights_are_rounded_to_nearest() -> None:
     batch.v = batch.v.abs() + 1
     (got,) = batch.check(library(), 2)
     q = batch.q * batch.scale
-    want = batch.truth(q.to(torch.bfloat16) if batch.tiles(library()) else q, batch.pool[:, 0, 1].double())
+    want = batch.truth(q.to(torch.bfloat16) if batch.short(library()) else q, batch.pool[:, 0, 1].double())
     assert ((got - want) / want)[100:].mean().abs() < 2.0**-13
 
 

@@ -155,19 +155,20 @@ print([n for n in names if "gomp" in n or "iomp" in n or "libomp" in n])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "simd", "low_simd"),
+    ("target", "simd", "low_simd", "bf16_simd"),
     [
-        ("x86-64", "generic", "plain"),
-        ("haswell", "avx2", "plain"),
-        ("alderlake", "avx2", "avx-vnni"),
-        ("skylake-avx512", "avx512", "plain"),
-        ("cascadelake", "avx512", "avx512-vnni"),
+        ("x86-64", "generic", "plain", ""),
+        ("haswell", "avx2", "plain", ""),
+        ("alderlake", "avx2", "avx-vnni", ""),
+        ("skylake-avx512", "avx512", "plain", ""),
+        ("cascadelake", "avx512", "avx512-vnni", ""),
+        ("cooperlake", "avx512", "avx512-vnni", "avx512-bf16"),
     ],
 )
-def test_other_instruction_sets(target: str, simd: str, low_simd: str) -> None:
+def test_other_instruction_sets(target: str, simd: str, low_simd: str, bf16_simd: str) -> None:
     """What other machines will run; their whole numbers are in ``test_cpu_int8.py``."""
     other = other_library(target)
-    assert (other.simd, other.low_simd) == (simd, low_simd)
+    assert (other.simd, other.low_simd, other.bf16_simd) == (simd, low_simd, bf16_simd)
     check(build.ensure(target))
     x = torch.randn(13, 96, generator=torch.Generator().manual_seed(4))
     for fmt in FORMATS:

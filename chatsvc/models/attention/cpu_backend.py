@@ -46,7 +46,7 @@ class CpuBackend:
 
     def __init__(self, library: Library, threads: int | None = None, int8: bool = False) -> None:
         # Also tells caches on disk apart: another arithmetic makes other keys and values.
-        self.name = "cpu" + "-int8" * int8 + "-tiles" * library.tiles
+        self.name = "cpu" + "-int8" * int8 + ("-tiles" if library.tiles else "-bf16" * bool(library.bf16_simd))
         self.library = library
         self.threads = threads or _usable_cpus()
         self.int8 = int8

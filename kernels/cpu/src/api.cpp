@@ -43,6 +43,7 @@ const long* sequences(const long* ints, long tokens, long count, Sequences& s) {
 API const char* ck_simd() { return SIMD_NAME; }
 // How whole numbers are multiplied.
 API const char* ck_low_simd() { return low_simd(); }
+API const char* ck_bf16_simd() { return bf16_simd(); }
 
 // Gives freed memory back to the system: what a loader used for weights that have been packed since.
 API void ck_trim() {

@@ -11,12 +11,12 @@
 namespace {
 
 constexpr long TILE_ROWS = 96;   // query heads of one piece and KV head
-constexpr long MORE_ROWS = 192;  // by the processor's tiles
+constexpr long MORE_ROWS = 192;  // of bfloat16
 constexpr long FEW_ROWS = 64;    // up to which reading is worth hiding
 constexpr long SHARED_SPLIT = 4; // segments of a later piece that many sequences share
 
-void finish(float sum, const float* from, float* out, long dim, bool tiles) {
-    if (tiles) return tile_finish(from, sum, dim, out);
+void finish(float sum, const float* from, float* out, long dim, bool bf16) {
+    if (bf16) return tile_finish(from, sum, dim, out);
     vf total = v_set(sum);
     for (long i = 0; i < dim; i += VL) v_store_n(out + i, v_load(from + i) / total, static_cast<int>(dim - i));
 }
@@ -94,12 +94,13 @@ void Pages::write(long slot, long layer, const float* k, const float* v) const {
     }
 }
 
-long AttentionPlan::piece_rows() const { return tiles_ ? MORE_ROWS : TILE_ROWS; }
+long AttentionPlan::piece_rows() const { return bf16_ ? MORE_ROWS : TILE_ROWS; }
 
 void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, int threads) {
     heads_ = heads, kv_heads_ = pages.kv_heads, threads_ = threads;
     width_ = round_up(pages.dim, NR);
-    tiles_ = pages.kept == Kept::bf16 && tiles_fit(pages.dim);
+    bf16_ = pages.kept == Kept::bf16 && bf16_fits(pages.dim);
+    tiles_ = bf16_ && tiles_there();
     rows_.clear(), pieces_.clear(), merges_.clear(), singles_.clear();
     const long group = heads / pages.kv_heads, tile_queries = std::max(1L, piece_rows() / group);
     for (long i = 0, token = 0; i < s.count; token += s.query_lens[i++]) {
@@ -121,10 +122,10 @@ void AttentionPlan::build(const Sequences& s, const Pages& pages, long heads, in
     const size_t rows = std::max(piece_rows(), group), all = rows * pages.kv_heads;
     scratch_.resize(threads);
     for (auto& mem : scratch_) {
-        const size_t more = tiles_ ? EDGE : 0;  // whole tiles are read and written
+        const size_t more = bf16_ ? EDGE : 0;  // whole tiles are read and written
         mem.q.resize(all * pages.dim), mem.out.resize((all + more) * width_), mem.most.resize(all), mem.sum.resize(all);
         mem.scores.resize(rows * SEG), mem.piece.resize((rows + more) * width_);
-        if (tiles_) {
+        if (bf16_) {
             mem.q16.resize((all + more) * pages.dim);
             mem.keys16.resize(SEG * pages.dim), mem.values16.resize(SEG * pages.dim);
         }
@@ -220,7 +221,7 @@ void AttentionPlan::piece(const Piece& p, const Piece* next, Scratch& mem, const
         for (long r = 0; r < rows; ++r) {
             const float* from = q + tokens[r / group].token * ldq + (kv * group + r % group) * dim;
             const long at = ((kv - p.kv_first) * rows + r) * dim;
-            if (tiles_) {
+            if (bf16_) {
                 tile_narrow(from, scale, dim, few ? mem.keys16.data() + r * dim : mem.q16.data() + at);
                 continue;
             }
@@ -245,7 +246,7 @@ void AttentionPlan::piece(const Piece& p, const Piece* next, Scratch& mem, const
             if (p.keep)
                 keep(tokens[r / group].partial, head, mem.most[at], mem.sum[at], from);
             else
-                finish(mem.sum[at], from, out + (tokens[r / group].token * heads_ + head) * dim, dim, tiles_);
+                finish(mem.sum[at], from, out + (tokens[r / group].token * heads_ + head) * dim, dim, bf16_);
         }
 }
 
@@ -294,7 +295,7 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         const bool more = seg + 1 < p.end;
         const Piece* soon = more ? &p : next;
         const long from = more ? first + SEG : soon ? soon->first * SEG : 0;
-        const long ahead = (tiles_ || rows <= FEW_ROWS) && soon ? std::min(SEG, soon->keys - from) : 0;
+        const long ahead = (bf16_ || rows <= FEW_ROWS) && soon ? std::min(SEG, soon->keys - from) : 0;
         if (ahead > 0) each_run(*soon, from, ahead, size, [&](long block, long offset, long, long n) {
             const long heads = soon->kv_end - soon->kv_first, stretch = heads == kv_heads_ ? n : 1;
             for (int value = 0; value < 2; ++value)
@@ -327,24 +328,32 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         merge(n, mem.most.data() + at, mem.sum.data() + at, mem.out.data() + at * width_, most + from, sum + from,
               result + from * width_, width_);
     };
-    if (std::is_same_v<T, Bfloat> && tiles_) {
+    if (std::is_same_v<T, Bfloat> && bf16_) {
         const auto read = [](const T* const* rows_of) { return reinterpret_cast<const std::uint16_t* const*>(rows_of); };
-        tile_values(read(values), dim, mem.values16.data(), [&] { coming.template fetch<4>(); });
-        if (rows <= EDGE) {
-            const std::uint16_t* q = mem.q16.data() + (kv_head - p.kv_first) * EDGE * dim;
-            for (long j = 0; j < SEG; j += EDGE) {
-                for (int i = 0; i < 8; ++i) coming.template fetch<4>();
-                const bool as_they_lie = size % EDGE == 0 && j + EDGE <= there;
-                for (long i = 0; !as_they_lie && i < EDGE; ++i) std::copy_n(read(keys)[j + i], dim, mem.keys16.data() + i * dim);
-                tile_scores_of(as_they_lie ? read(keys)[j] : mem.keys16.data(), (as_they_lie ? pages.token() : dim) * 2, q, dim, j,
-                               mem.scores.data());
-            }
-            tile_some_rows(count, mem.scores.data() + begin * SEG, dim, mem.values16.data(), visible, most, sum, result);
+        const auto fetch = [&] { coming.template fetch<4>(); };
+        if (!tiles_ && count <= FEW) {
+            const std::uint16_t* q = mem.q16.data() + (base + begin) * dim;
+            few_rows(count, q, dim, read(keys), read(values), visible, most, sum, result, fetch);
             hand_over(0, count);
         } else {
-            tile_keys(read(keys), dim, mem.keys16.data(), [&] { coming.template fetch<4>(); });
-            tile_rows(count, mem.q16.data() + (base + begin) * dim, dim, mem.keys16.data(), mem.values16.data(), visible, most,
-                      sum, result, hand_over);
+            tile_values(read(values), dim, mem.values16.data(), fetch);
+            if (tiles_ && rows <= EDGE) {
+                const std::uint16_t* q = mem.q16.data() + (kv_head - p.kv_first) * EDGE * dim;
+                for (long j = 0; j < SEG; j += EDGE) {
+                    for (int i = 0; i < 8; ++i) fetch();
+                    const bool as_they_lie = size % EDGE == 0 && j + EDGE <= there;
+                    for (long i = 0; !as_they_lie && i < EDGE; ++i)
+                        std::copy_n(read(keys)[j + i], dim, mem.keys16.data() + i * dim);
+                    tile_scores_of(as_they_lie ? read(keys)[j] : mem.keys16.data(), (as_they_lie ? pages.token() : dim) * 2, q, dim,
+                                   j, mem.scores.data());
+                }
+                tile_some_rows(count, mem.scores.data() + begin * SEG, dim, mem.values16.data(), visible, most, sum, result);
+                hand_over(0, count);
+            } else {
+                tile_keys(read(keys), dim, mem.keys16.data(), fetch);
+                tile_rows(count, mem.q16.data() + (base + begin) * dim, dim, mem.keys16.data(), mem.values16.data(), visible, most,
+                          sum, result, hand_over);
+            }
         }
     } else {
         constexpr long STEP = VL * 4 / sizeof(T);
@@ -388,7 +397,7 @@ void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages,
                 const float* other = partial(row.partial + i, head);
                 merge(1, first, first + 1, first + 2, other, other + 1, other + 2, width_);
             }
-            finish(first[1], first + 2, out + (row.token * heads_ + head) * dim, dim, tiles_);
+            finish(first[1], first + 2, out + (row.token * heads_ + head) * dim, dim, bf16_);
         },
         last);
 }

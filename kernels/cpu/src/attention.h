@@ -17,6 +17,9 @@
 // What the pool keeps. 16 bits are rounded once, when a token's K and V are written; everything after that is float32.
 enum class Kept { f32, f16, bf16 };
 
+// What multiplies the bfloat16 of such a pool: amx-bf16, avx512-bf16, or "" where that is float32, too.
+const char* bf16_simd();
+
 // The pool: [blocks, layers, 2, block_size, kv_heads, dim].
 struct Pages {
     void* data;
@@ -81,7 +84,7 @@ class AttentionPlan {
     struct Scratch {
         Lines<float> q, scores, keys, values, out, piece, zeros;
         Lines<float> most, sum, seg_most, seg_sum;
-        Lines<std::uint16_t> q16, keys16, values16;  // for tiles
+        Lines<std::uint16_t> q16, keys16, values16;  // for products in bfloat16
         std::vector<const float*> key_rows;
         std::vector<Run> runs;
         long run = 0;
@@ -108,7 +111,7 @@ class AttentionPlan {
 
     long heads_ = 0, kv_heads_ = 0, threads_ = 0, width_ = 0;   // width_: dim rounded up to NR
     long first_single_ = 0, partial_rows_ = 0;    // where the singles are in rows_; what partials_ must hold
-    bool tiles_ = false;                          // products by the processor's tiles
+    bool bf16_ = false, tiles_ = false;           // products in bfloat16, by the processor's tiles
     long step_ = 0;                               // segments of a piece of one single
     std::vector<Row> rows_;
     std::vector<Piece> pieces_;

@@ -1,8 +1,11 @@
 #include "attention_tiles.h"
 
-#if defined(TILES)
+#include <utility>
 
-void tile_scores(const std::uint16_t* q, long dim, const std::uint16_t* keys, float* scores) {
+#if defined(TILES)
+namespace {
+
+void amx_scores(const std::uint16_t* q, long dim, const std::uint16_t* keys, float* scores) {
     static_assert(SEG == 4 * EDGE);
     settle(q);
     clear_tiles();
@@ -23,6 +26,31 @@ void tile_scores(const std::uint16_t* q, long dim, const std::uint16_t* keys, fl
     _tile_stored(3, scores + 3 * EDGE, SEG * 4);
     settle(scores);
 }
+
+void amx_sums(const std::uint16_t* weights, const std::uint16_t* values, long dim, float* out) {
+    static_assert(SEG == TILE_K);
+    settle(weights);
+    const long half = dim / EDGE * TILE_NUMBERS;  // the values of the second 32 keys
+    _tile_loadd(4, weights, SEG * 2);
+    _tile_loadd(5, weights + SEG / 2, SEG * 2);
+    for (long i = 0; i < dim; i += 2 * EDGE, values += 2 * TILE_NUMBERS) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(6, values, TILE_K);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, values + TILE_NUMBERS, TILE_K);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, values + half, TILE_K);
+        _tile_dpbf16ps(0, 5, 6);
+        _tile_loadd(7, values + half + TILE_NUMBERS, TILE_K);
+        _tile_dpbf16ps(1, 5, 7);
+        _tile_stored(0, out + i, dim * 4);
+        _tile_stored(1, out + i + EDGE, dim * 4);
+    }
+    settle(out);
+}
+
+}  // namespace
 
 void tile_queries(long rows, const std::uint16_t* q, long dim, std::uint16_t* to) {
     for (long i = 0; i < dim; i += TILE_K / 2, to += TILE_NUMBERS) {
@@ -50,27 +78,73 @@ void tile_scores_of(const std::uint16_t* keys, long stride, const std::uint16_t*
     for (long r = 0; r < EDGE; ++r) v_store(scores + r * SEG + first, a[r]);
 }
 
-void tile_sums(const std::uint16_t* weights, const std::uint16_t* values, long dim, float* out) {
-    static_assert(SEG == TILE_K);
-    settle(weights);
-    const long half = dim / EDGE * TILE_NUMBERS;  // the values of the second 32 keys
-    _tile_loadd(4, weights, SEG * 2);
-    _tile_loadd(5, weights + SEG / 2, SEG * 2);
-    for (long i = 0; i < dim; i += 2 * EDGE, values += 2 * TILE_NUMBERS) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_loadd(6, values, TILE_K);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, values + TILE_NUMBERS, TILE_K);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, values + half, TILE_K);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_loadd(7, values + half + TILE_NUMBERS, TILE_K);
-        _tile_dpbf16ps(1, 5, 7);
-        _tile_stored(0, out + i, dim * 4);
-        _tile_stored(1, out + i + EDGE, dim * 4);
+#else
+
+void tile_queries(long, const std::uint16_t*, long, std::uint16_t*) {}
+void tile_scores_of(const std::uint16_t*, long, const std::uint16_t*, long, long, float*) {}
+
+#endif
+
+#if defined(BF16_PRODUCTS)
+namespace {
+
+#if !defined(TILES)
+void amx_scores(const std::uint16_t*, long, const std::uint16_t*, float*) {}
+void amx_sums(const std::uint16_t*, const std::uint16_t*, long, float*) {}
+#endif
+
+// FEW rows at a time: 6 x 4 sums, 4 vectors of the right side and 1 pair of the left fit 32 registers.
+// c [M, W * EDGE] = a [M, k] times W right sides that stand side by side; from one TILE_K / 2 of k to the next are `step` bf16s.
+template <int M, int W>
+void pairs(const std::uint16_t* a, long lda, long k, const std::uint16_t* b, long step, float* c, long ldc) {
+    vf acc[M][W];
+    for (int m = 0; m < M; ++m)
+        for (int i = 0; i < W; ++i) acc[m][i] = v_zero();
+    for (long kk = 0; kk < k; kk += TILE_K / 2, b += step)
+        for (long r = 0; r < PAIRS; ++r) {
+            vi right[W];
+#pragma GCC unroll 4
+            for (int i = 0; i < W; ++i) right[i] = i_load(b + i * TILE_NUMBERS + r * 2 * EDGE);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+                for (int i = 0; i < W; ++i) acc[m][i] = dot_pair(acc[m][i], a + m * lda + kk + 2 * r, right[i]);
+        }
+    for (int m = 0; m < M; ++m)
+        for (int i = 0; i < W; ++i) v_store(c + m * ldc + i * EDGE, acc[m][i]);
+}
+using Pairs = void (*)(const std::uint16_t*, long, long, const std::uint16_t*, long, float*, long);
+template <int W, int... I>
+Pairs pick(long rows, std::integer_sequence<int, I...>) {
+    static constexpr Pairs table[] = {pairs<I + 1, W>...};
+    return table[rows - 1];
+}
+// c [rows, columns] = a [rows, k] times right sides [k / 32][columns / EDGE].
+void all_pairs(long rows, const std::uint16_t* a, long k, const std::uint16_t* b, long columns, float* c) {
+    constexpr auto sizes = std::make_integer_sequence<int, FEW>();
+    const long step = columns / EDGE * TILE_NUMBERS;
+    for (long row = 0, parts = (rows + FEW - 1) / FEW; parts > 0; --parts) {
+        const long some = (rows - row + parts - 1) / parts;
+        for (long j = 0; j < columns;) {
+            const long wide = columns - j >= 4 * EDGE ? 4 : 2;
+            (wide == 4 ? pick<4>(some, sizes) : pick<2>(some, sizes))(a + row * k, k, k, b + j / EDGE * TILE_NUMBERS, step,
+                                                                      c + row * columns + j, columns);
+            j += wide * EDGE;
+        }
+        row += some;
     }
-    settle(out);
+}
+
+}  // namespace
+
+const char* bf16_simd() { return tiles_there() ? "amx-bf16" : "avx512-bf16"; }
+
+void tile_scores(long rows, const std::uint16_t* q, long dim, const std::uint16_t* keys, float* scores) {
+    tiles_there() ? amx_scores(q, dim, keys, scores) : all_pairs(rows, q, dim, keys, SEG, scores);
+}
+
+void tile_sums(long rows, const std::uint16_t* weights, const std::uint16_t* values, long dim, float* out) {
+    tiles_there() ? amx_sums(weights, values, dim, out) : all_pairs(rows, weights, SEG, values, dim, out);
 }
 
 void tile_narrow(const float* from, float by, long n, std::uint16_t* to) {
@@ -90,10 +164,9 @@ void tile_finish(const float* from, float sum, long dim, float* out) {
 
 #else
 
-void tile_scores(const std::uint16_t*, long, const std::uint16_t*, float*) {}
-void tile_sums(const std::uint16_t*, const std::uint16_t*, long, float*) {}
-void tile_queries(long, const std::uint16_t*, long, std::uint16_t*) {}
-void tile_scores_of(const std::uint16_t*, long, const std::uint16_t*, long, long, float*) {}
+const char* bf16_simd() { return ""; }
+void tile_scores(long, const std::uint16_t*, long, const std::uint16_t*, float*) {}
+void tile_sums(long, const std::uint16_t*, const std::uint16_t*, long, float*) {}
 void tile_narrow(const float*, float, long, std::uint16_t*) {}
 void tile_finish(const float*, float, long, float*) {}
 

@@ -195,17 +195,13 @@ static inline void narrow(const float* from, long n, Bfloat* to) {
     for (long i = 0; i < n; ++i) to[i].bits = float_to_bfloat(from[i]);
 }
 
-// Whole numbers in [-127, 127] become bytes; returns their sum.
-static inline std::int32_t to_bytes(vf v, std::int8_t* to) {
+// Whole numbers in [-127, 127] become bytes.
+static inline void to_bytes(vf v, std::int8_t* to) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-    const vi n = _mm512_cvtps_epi32(v);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(n));
-    return _mm512_reduce_add_epi32(n);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 #else
     float a[VL];
-    std::int32_t sum = 0;
     v_store(a, v);
-    for (int i = 0; i < VL; ++i) to[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(a[i])), sum += to[i];
-    return sum;
+    for (int i = 0; i < VL; ++i) to[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(a[i]));
 #endif
 }

@@ -81,25 +81,36 @@ void Rows8::shape(long rows, long inputs) {
 }
 
 void Rows8::set(long row, const float* x) {
-    std::int8_t* to = numbers_.data() + row * k;
-    for (long g = 0; g < groups; ++g, x += GROUP, to += GROUP) {
-        const long there = std::min(GROUP, given_ - g * GROUP);
-        vf v[GROUP / VL];
-        Extent extent;
-        for (long i = 0; i < GROUP / VL; ++i) {
-            v[i] = v_load_n(x + i * VL, static_cast<int>(there - i * VL));
-            extent.see(v[i]);
+    for (long first = 0; first < groups; first += VL) {  // several at a time: their largest numbers and sums are found together
+        const int count = static_cast<int>(std::min<long>(VL, groups - first));
+        auto input = [&](int g, long i) {
+            const long at = (first + g) * GROUP + i * VL;
+            return v_load_n(x + at, static_cast<int>(given_ - at));
+        };
+        vf most[VL], ill[VL], total[VL];
+        for (int g = 0; g < VL; ++g) {
+            Extent extent;
+            for (long i = 0; g < count && i < GROUP / VL; ++i) extent.see(input(g, i));
+            most[g] = extent.most(), ill[g] = extent.ills(), total[g] = v_zero();
         }
-        const float largest = extent.largest(), scale = largest / 127.0f;
-        // Smaller ones would have no finite inverse, and nothing to say.
-        const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-        std::int32_t sum = 0;
-        for (long i = 0; i < GROUP / VL; ++i)
-            sum += to_bytes(v_max(v_min(v_round(v[i] * v_set(inverse)), v_set(127.0f)), v_set(-127.0f)), to + i * VL);
-        const long at = row * groups + g;
-        scales_[at] = scale + extent.ill();
-        totals_[at] = scales_[at] * static_cast<float>(sum);
-        sums_[at] = sum;
+        float largest[VL], ills[VL], sum[VL];
+        v_store(largest, v_mosts(most)), v_store(ills, v_sums(ill));
+        for (int g = 0; g < count; ++g) {
+            // Smaller ones would have no finite inverse, and nothing to say.
+            const vf inverse = v_set(largest[g] > 1e-30f ? 127.0f / largest[g] : 0.0f);
+            for (long i = 0; i < GROUP / VL; ++i) {
+                const vf number = v_max(v_min(v_round(input(g, i) * inverse), v_set(127.0f)), v_set(-127.0f));
+                to_bytes(number, numbers_.data() + row * k + (first + g) * GROUP + i * VL);
+                total[g] = total[g] + number;
+            }
+        }
+        v_store(sum, v_sums(total));  // whole numbers below 2^24: exact
+        for (int g = 0; g < count; ++g) {
+            const long at = row * groups + first + g;
+            scales_[at] = largest[g] / 127.0f + ills[g];
+            totals_[at] = scales_[at] * sum[g];
+            sums_[at] = static_cast<std::int32_t>(sum[g]);
+        }
     }
 }
 

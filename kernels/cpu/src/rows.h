@@ -13,6 +13,9 @@ class Extent {
     }
     float largest() const { return v_most(most_); }
     float ill() const { return v_sum(ill_); }  // 0, or NaN where a NaN or an infinity was
+    // Whose largest and whose sum those are
+    vf most() const { return most_; }
+    vf ills() const { return ill_; }
 
   private:
     vf most_ = v_zero(), ill_ = v_zero();
