@@ -37,8 +37,8 @@ void tile_rows(long rows, const std::uint16_t* q, long dim, const std::uint16_t*
 template <class Visible>
 void tile_some_rows(long rows, const float* scores, long dim, const std::uint16_t* values, Visible&& visible, float* most,
                     float* sum, float* out);
-// For matrix tiles and few rows keys cost more than queries: they go as they lie, EDGE of them at a time with `stride` bytes between, and the
-// queries are turned. q: [dim / 32] right sides, of tile_queries. scores [EDGE, SEG] from column `first` on.
+// For few rows keys cost more than queries. By matrix tiles they go as they lie, EDGE of them at a time with `stride` bytes
+// between, and the queries are turned. q: [dim / 32] right sides, of tile_queries. scores [EDGE, SEG] from column `first` on.
 void tile_queries(long rows, const std::uint16_t* q, long dim, std::uint16_t* to);
 void tile_scores_of(const std::uint16_t* keys, long stride, const std::uint16_t* q, long dim, long first, float* scores);
 // scores [rows, SEG] = q [rows, dim] keys^T, of up to EDGE rows; matrix tiles read and write all EDGE.
