@@ -96,7 +96,11 @@ class ServeConfig(BaseModel):
     )
     num_kv_blocks: int | None = _field(None, "Memory", "usable KV blocks; overrides --kv-cache-memory", ge=1)
     host_kv_memory: Bytes = _field(ByteSize(0), "Memory", "swap space and host tier, e.g. 1GiB")
-    disk_cache_dir: Path | None = _field(None, "Memory", "directory in which hot prefixes survive a restart [none]")
+    disk_cache_dir: Path | None = _field(
+        None,
+        "Memory",
+        "directory in which hot prefixes survive a restart (written about once a minute and at the end) [none]",
+    )
     disk_cache_size: Bytes = _field(ByteSize(2**30), "Memory", "most bytes in it for a model")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _field(
         "auto", "Memory", "auto: as --dtype, bfloat16 with int8; 16 bits take half the memory, and are not exact"

@@ -128,11 +128,12 @@ class LocalExecutor:
         tokens_per_step = 512
         if self.config.measure:
             tokens_per_step = first_budget(short, per_token, self.config.max_step_seconds)
+        arithmetic = backend.arithmetic(cache)
         log.info(
             "model loaded in %.2f s, measured in %.2f s: attention %s, %d blocks of %d tokens in %s, %d tokens a step",
             loaded - began,
             time.perf_counter() - loaded,
-            backend.name,
+            arithmetic,
             blocks,
             self.config.block_size,
             str(kept).removeprefix("torch."),
@@ -147,7 +148,7 @@ class LocalExecutor:
             token_seconds=per_token,
             block_seconds=self._measure_move(runner) if host is not None else 0.0,
             block_bytes=per_block,
-            layout=f"{model.dtype} in {kept} {list(cache.data.shape[1:])} {backend.name} {model.device.type}",
+            layout=f"{model.dtype} in {kept} {list(cache.data.shape[1:])} {arithmetic} {model.device.type}",
         )
 
     def _measure_move(self, runner: ModelRunner) -> float:

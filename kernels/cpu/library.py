@@ -249,7 +249,8 @@ class Attention:
     ) -> None:
         """Write k, v [T, KV, D] to ``pool`` [N, layers, 2, block_size, KV, D], one of :data:`KEPT`; then fill out
         [T, H, D]. What a pool of 16 bits keeps is rounded once, to nearest; everything else is float32, but for q and
-        the weights of keys where matrix tiles multiply them: those are bfloat16 then."""
+        the weights of keys where :attr:`Library.bf16_simd` multiplies them (a pool of bfloat16, D a multiple of 32)."""
+        assert q.dim() == k.dim() == v.dim() == 3 and out.is_contiguous()
         shape = array("q", (pool.shape[1], pool.shape[3], pool.shape[4], pool.shape[5], q.shape[1]))
         failed = self._lib.ck_attention(
             self._handle,

@@ -7,13 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from chatsvc.errors import ConfigError
+from chatsvc.models.attention.base import KVCache
+from chatsvc.models.attention.cpu_backend import CpuBackend
 from chatsvc.models.attention.select import BACKENDS, make_backend
 from kernels.cpu.build import compiler
+from kernels.cpu.library import Library
 
 
 def test_every_name_answers_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,9 +31,7 @@ def test_every_name_answers_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None
             assert f"--attention-backend {name}" in str(error)
             assert "torch" in str(error)
         else:
-            assert backend.name in (
-                ("cpu", "cpu-tiles", "cpu-bf16") if name in ("auto", "cpu") and compiler() else ("torch",)
-            )
+            assert backend.name in (("cpu", "cpu-tiles") if name in ("auto", "cpu") and compiler() else ("torch",))
 
 
 def test_unknown_name() -> None:
@@ -89,7 +92,7 @@ def test_int8_is_done_by_the_compiled_kernels_or_refused(monkeypatch: pytest.Mon
         make_backend("auto", "cuda", int8=True)
     if compiler():
         names = {make_backend(name, "cpu", int8=True).name for name in ("auto", "cpu")}
-        assert names in ({"cpu-int8"}, {"cpu-int8-tiles"}, {"cpu-int8-bf16"})
+        assert names in ({"cpu-int8"}, {"cpu-int8-tiles"})
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the compiled CPU kernels: no C\+\+ compiler"):
@@ -127,4 +130,23 @@ from chatsvc.models.attention.select import make_backend
 print(make_backend("torch", "cpu").name, make_backend("auto", "cpu").name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() in (["torch", "cpu"], ["torch", "cpu-tiles"], ["torch", "cpu-bf16"], ["torch", "torch"])
+    assert done.stdout.split() in (["torch", "cpu"], ["torch", "cpu-tiles"], ["torch", "torch"])
+
+
+@pytest.mark.parametrize(
+    ("tiles", "bf16_simd", "kept", "dim", "want"),
+    [
+        (False, "avx512-bf16", torch.bfloat16, 64, "cpu-int8-bf16"),
+        (False, "avx512-bf16", torch.bfloat16, 80, "cpu-int8"),
+        (False, "avx512-bf16", torch.float16, 64, "cpu-int8"),
+        (False, "avx512-bf16", torch.float32, 64, "cpu-int8"),
+        (False, "", torch.bfloat16, 64, "cpu-int8"),
+        (True, "amx-bf16", torch.bfloat16, 64, "cpu-int8-tiles"),
+    ],
+)
+def test_the_arithmetic_says_what_multiplies(
+    tiles: bool, bf16_simd: str, kept: torch.dtype, dim: int, want: str
+) -> None:
+    """It is a part of a disk cache's name: keys and values of another arithmetic are others."""
+    backend = CpuBackend(cast(Library, SimpleNamespace(tiles=tiles, bf16_simd=bf16_simd)), 1, int8=True)
+    assert backend.arithmetic(KVCache(torch.zeros(2, 1, 2, 16, 1, dim, dtype=kept))) == want

@@ -59,6 +59,10 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def arithmetic(self, cache: KVCache) -> str:
+        """How it computes over this cache; tells caches on disk apart, for another one makes other keys and values."""
+        ...
+
     def prepare(self, layout: StepLayout, cache: KVCache) -> Any:
         """Build the step's metadata on the cache's device."""
         ...

@@ -45,8 +45,7 @@ class CpuBackend:
     """
 
     def __init__(self, library: Library, threads: int | None = None, int8: bool = False) -> None:
-        # Also tells caches on disk apart: another arithmetic makes other keys and values.
-        self.name = "cpu" + "-int8" * int8 + ("-tiles" if library.tiles else "-bf16" * bool(library.bf16_simd))
+        self.name = "cpu" + "-int8" * int8 + "-tiles" * library.tiles
         self.library = library
         self.threads = threads or _usable_cpus()
         self.int8 = int8
@@ -79,6 +78,11 @@ class CpuBackend:
 
     def _pack(self, weights: Weights, rotary: Rotary) -> CpuModel:
         return CpuModel(self.library, weights, rotary, self.threads, self.int8)
+
+    def arithmetic(self, cache: KVCache) -> str:
+        """See :class:`AttentionBackend`."""
+        short = cache.data.dtype == torch.bfloat16 and cache.data.shape[-1] % 32 == 0
+        return self.name + "-bf16" * (short and self.library.bf16_simd == "avx512-bf16")
 
     def prepare(self, layout: StepLayout, cache: KVCache) -> Any:
         """See :class:`AttentionBackend`."""

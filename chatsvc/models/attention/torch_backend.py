@@ -84,6 +84,10 @@ class TorchBackend:
 
     name = "torch"
 
+    def arithmetic(self, cache: KVCache) -> str:
+        """See :class:`AttentionBackend`."""
+        return self.name
+
     def prepare(self, layout: StepLayout, cache: KVCache) -> TorchMeta:
         """Split the step into units (see :class:`AttentionBackend`)."""
         data, size = cache.data, cache.block_size

@@ -52,6 +52,10 @@ class TritonBackend:
             self._programs = PROGRAMS_PER_PROCESSOR * processors
         return self._programs
 
+    def arithmetic(self, cache: KVCache) -> str:
+        """See :class:`AttentionBackend`."""
+        return self.name
+
     def load(self, model: OpenModel, dtype: torch.dtype) -> FusedModel | None:
         """None: the weights are read as for torch, and :meth:`fuse` shares them."""
         return None
