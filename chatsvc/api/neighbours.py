@@ -13,6 +13,7 @@ import logging
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -50,6 +51,7 @@ class Neighbours:
         self._wanted: set[str] = set()  # turns of which somebody wants a snapshot
         self._joined: dict[str, Turn] = {}
         self._joining: dict[str, asyncio.Task[Turn]] = {}
+        self._coming: Counter[str] = Counter()  # readers that wait for a turn: it has none yet, and must not be dropped
         self._questions: dict[str, asyncio.Future[str]] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -131,7 +133,13 @@ class Neighbours:
         if joining is None:
             joining = self._joining[answer.id] = asyncio.create_task(self._join(key, answer))
             joining.add_done_callback(partial(self._has_joined, answer.id))
-        return await asyncio.shield(joining)
+        self._coming[answer.id] += 1
+        try:
+            return await asyncio.shield(joining)
+        finally:
+            self._coming[answer.id] -= 1
+            if not self._coming[answer.id]:
+                del self._coming[answer.id]
 
     def _has_joined(self, turn_id: str, joining: asyncio.Task[Turn]) -> None:
         del self._joining[turn_id]
@@ -154,7 +162,8 @@ class Neighbours:
 
     def detached(self, turn: Turn) -> None:
         """The last one has left."""
-        self._drop(turn)
+        if not self._coming[turn.id]:
+            self._drop(turn)
         if turn.running:
             self._tell(turn, "left")
 
@@ -185,7 +194,8 @@ class Neighbours:
         """Say that a turn is still read here, and look whether its owner still writes."""
         assert isinstance(turn.generation, Replica)
         if not turn.readers:
-            self._drop(turn)
+            if not self._coming[turn.id]:
+                self._drop(turn)
             return
         await self._relay.tell(turn.owner, Note("reading", turn.id, self.name))
         if turn.generation.gap:
