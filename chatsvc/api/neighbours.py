@@ -162,13 +162,13 @@ class Neighbours:
 
     def detached(self, turn: Turn) -> None:
         """The last one has left."""
-        if not self._coming[turn.id]:
-            self._drop(turn)
+        self._drop(turn)
         if turn.running:
             self._tell(turn, "left")
 
     def _drop(self, turn: Turn) -> None:
-        if self._joined.get(turn.id) is turn:
+        """Unless a reader is on its way to it."""
+        if self._joined.get(turn.id) is turn and not self._coming[turn.id]:
             del self._joined[turn.id]
             self._relay.unfollow(turn.id)
 
@@ -194,8 +194,7 @@ class Neighbours:
         """Say that a turn is still read here, and look whether its owner still writes."""
         assert isinstance(turn.generation, Replica)
         if not turn.readers:
-            if not self._coming[turn.id]:
-                self._drop(turn)
+            self._drop(turn)
             return
         await self._relay.tell(turn.owner, Note("reading", turn.id, self.name))
         if turn.generation.gap:

@@ -120,6 +120,7 @@ async def test_rd_01_rd_03_rd_06_nothing_is_lost_doubled_or_mixed(
                 server.start()
             await asyncio.sleep(CALM)
             ended.set()
+        assert seen["turns"] > 20 and seen["joined"] > 20 and seen["failed"] > 0, seen
         for app in apps:
             neighbours = app.turns._neighbours
             assert neighbours is not None
