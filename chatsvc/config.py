@@ -135,9 +135,7 @@ class ServeConfig(BaseModel):
     executor: Literal["local", "simulated"] = _field("local", "Engine", "simulated: no weights, a given step time")
     simulated_step_ms: float = _field(20.0, "Engine", "simulated: fixed part of a step", ge=0)
     simulated_token_ms: float = _field(0.1, "Engine", "simulated: added per token", ge=0)
-    steps_in_flight: int = _field(
-        1, "Engine", "2: plan a step while the one before runs; a request that comes waits for two", ge=1, le=2
-    )
+    steps_in_flight: int = _field(2, "Engine", "2: plan the next step while one runs; 1: when it is over", ge=1, le=2)
     simulated_text: Literal["hash", "clock"] = _field(
         "hash", "Engine", "simulated: a function of the text so far, or the time at which it was made"
     )

@@ -144,6 +144,11 @@ class HostTier:
                     self.pool.unref(swapped.tail)
                     swapped.tail = None
 
+    def take_back(self) -> None:
+        """The newest step in flight does not happen; it moves nothing."""
+        step = self._in_flight.pop()
+        assert not (step.out or step.into)
+
     def check_integrity(self, swapped: list[Swapped]) -> None:
         """The pool is whole and every reference is somebody's pin. Raises: AssertionError."""
         self.pool.check_integrity()

@@ -314,6 +314,17 @@ class BlockManager:
         if self.host is not None:
             self.host.step_over(failed=failed)
 
+    @property
+    def newest_is_bare(self) -> bool:
+        """Whether the newest step in flight promised nothing that others could find."""
+        return not self._in_flight[-1]
+
+    def take_back(self) -> None:
+        """The newest step in flight, which moves nothing and is bare, does not happen."""
+        assert not self._in_flight.pop()
+        if self.host is not None:
+            self.host.take_back()
+
     def withdraw(self, blocks: Iterable[Block]) -> None:
         """Stop blocks being findable."""
         for block in blocks:

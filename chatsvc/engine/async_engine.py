@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import takewhile
@@ -20,17 +19,17 @@ from typing import Any
 from chatsvc.cache.manager import BlockManager
 from chatsvc.engine.checks import Admission, checked_result, token_limit
 from chatsvc.engine.config import EngineConfig
+from chatsvc.engine.flight import Flight
 from chatsvc.engine.kvview import KVViews, snapshot
 from chatsvc.engine.metrics import Metrics
 from chatsvc.engine.output import FinishReason, Generation
 from chatsvc.engine.persistence import Persistence
 from chatsvc.engine.publisher import Choice, Running
 from chatsvc.engine.setup import make_manager, scheduler_config, step_budget
-from chatsvc.errors import EngineDead, EngineError, Overloaded
+from chatsvc.errors import EngineDead, Overloaded
 from chatsvc.runtime.executor import Executor
 from chatsvc.scheduler.budget import StepBudget
 from chatsvc.scheduler.params import SamplingParams
-from chatsvc.scheduler.plan import SchedulerOutput, StepResult
 from chatsvc.scheduler.request import Request, SequenceUpdate
 from chatsvc.scheduler.scheduler import Scheduler, SchedulerConfig
 from chatsvc.tasks import end
@@ -66,8 +65,7 @@ class AsyncEngine(Admission):
         self._scheduler: Scheduler | None = None
         self._running: dict[str, Running] = {}
         self._by_seq: dict[int, tuple[Running, Choice]] = {}
-        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[StepResult]]] = deque()
-        self._step_began: float | None = None
+        self._flight = Flight(executor)
         self._news: list[SequenceUpdate] = []  # of the step before, still to be published
         self._leaving: dict[str, Running] = {}  # ended, but a step in flight names their blocks
         self._wake = asyncio.Event()
@@ -151,7 +149,7 @@ class AsyncEngine(Admission):
     @property
     def healthy(self) -> bool:
         """False when the engine died, or has had a step in flight for longer than ``stuck_after``."""
-        began = self._step_began
+        began = self._flight.since
         return self._dead is None and (began is None or time.perf_counter() - began < self.config.stuck_after)
 
     @property
@@ -197,6 +195,8 @@ class AsyncEngine(Admission):
         self._running[request_id] = running
         for choice in running.choices:
             self._by_seq[choice.sequence.seq_id] = (running, choice)
+        if self.scheduler.may_take_back and self._flight.withdraw():  # or it would wait for one step more
+            self.scheduler.take_back()
         self._wake.set()
         return generation
 
@@ -234,57 +234,36 @@ class AsyncEngine(Admission):
 
     async def _step(self) -> None:
         """Keep the executor busy, turn the last step's tokens into text, then wait for the oldest step."""
-        if self._in_flight:  # the executor has something to do: readers first
+        if self._flight:  # the executor has something to do: readers first
             self._publish_news()
             self._submit()
         else:
             self._submit()
             self._publish_news()
-        if not self._in_flight:
+        if not self._flight:
             return
-        plan, future = self._in_flight[0]
+        plan = self._flight.oldest
         try:
-            result = await self._result(plan, future)
+            result = checked_result(plan, await self._flight.result(), self.capacity.vocab_size)
         except Exception as e:  # the step, not the engine: whose fault it was is found out by trying one by one
             log.exception("step %d with %d rows failed", plan.step, len(plan.rows))
             self._news = self.scheduler.step_failed(plan, f"{type(e).__name__}: {e}")
-            self._in_flight.popleft()
-            await asyncio.gather(*(later for _, later in self._in_flight), return_exceptions=True)
-            self._in_flight.clear()
+            await self._flight.crashed()
         else:
-            self._in_flight.popleft()
+            self._flight.landed()
             self.metrics.step.observe(result.seconds)
             self.metrics.batch_tokens.observe(plan.num_tokens)
             self._news = self.scheduler.update(plan, result)
-        finally:
-            self._step_began = time.perf_counter() if self._in_flight else None
 
     def _submit(self) -> None:
-        depth = self.config.steps_in_flight
-        while not self._in_flight or (len(self._in_flight) < depth and self.scheduler.may_run_ahead):
+        while not self._flight or (len(self._flight) < self.config.steps_in_flight and self.scheduler.may_run_ahead):
             plan = self.scheduler.schedule()
             if not plan.rows:
                 return
             now = time.perf_counter()
             for row in plan.rows:
                 self._running[self.scheduler.queues.all[row.seq_id].request.request_id].scheduled(now)
-            try:
-                future = asyncio.wrap_future(self.executor.submit(plan))
-            except Exception as e:  # as if the step had raised
-                future = asyncio.get_running_loop().create_future()
-                future.set_exception(e)
-            self._in_flight.append((plan, future))
-            self._step_began = self._step_began or now
-
-    async def _result(self, plan: SchedulerOutput, future: asyncio.Future[StepResult]) -> StepResult:
-        try:
-            result = await future
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise EngineError("the executor dropped the step") from None
-        return checked_result(plan, result, self.capacity.vocab_size)
+            self._flight.submit(plan, now)
 
     def _publish_news(self) -> None:
         updates, self._news = self._news, []
@@ -349,7 +328,7 @@ class AsyncEngine(Admission):
     def _expire(self) -> None:
         """Fail who has waited too long in the queue, or for a step that does not end."""
         now = time.perf_counter()
-        began, limit = self._step_began, self.config.give_up_after
+        began, limit = self._flight.since, self.config.give_up_after
         if began is not None and now - began > limit:
             for running in list(self._running.values()):
                 self._abort(running, "error", f"the engine has been stuck in a step for {limit:g} s", 503)

@@ -20,8 +20,8 @@ class EngineConfig:
         stuck_after: a step that takes longer makes the engine unhealthy, and new requests are refused.
         give_up_after: a step that takes longer fails every request that is here; the engine goes on if it ever ends.
         preemption: with a host tier: swap, recompute, or (auto) what is estimated to cost less.
-        steps_in_flight: 1, or 2, which plans a step while the one before it runs: no gap between steps, but a request
-            that comes meanwhile waits for two.
+        steps_in_flight: 1, or 2, which plans a step while the one before it runs: no gap between them. A request that
+            comes meanwhile waits no longer for that.
         disk_cache: where hot prefixes survive a restart; needs prefix caching.
     """
 
@@ -37,7 +37,7 @@ class EngineConfig:
     stuck_after: float = 10.0
     give_up_after: float = 60.0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    steps_in_flight: int = 1
+    steps_in_flight: int = 2
     disk_cache: DiskCache | None = None
     policy: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
     prefill_share: float = 1.0

@@ -47,7 +47,9 @@ class Executor(Protocol):
         """
         ...
 
-    def submit(self, plan: SchedulerOutput) -> Future[StepResult]: ...
+    def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
+        """A future that is cancelled before the step begins is a step that was never submitted."""
+        ...
 
     def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
         """Bytes of whole blocks of the device's or the host tier's pool, one after the other, as they are when every

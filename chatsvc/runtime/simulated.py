@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -84,7 +83,6 @@ class SimulatedExecutor:
         self._stop = threading.Event()
         self.steps = 0
         self._before: StepResult | None = None
-        self._asked: deque[float] = deque()  # when the steps that wait for their turn were submitted
         self._free = 0.0  # when the last step ended
 
     def start(self) -> KVCapacity:
@@ -103,8 +101,7 @@ class SimulatedExecutor:
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         assert self._thread is not None, "start() first"
-        self._asked.append(time.monotonic())
-        return self._thread.submit(self.run, plan)
+        return self._thread.submit(self.run, plan, time.monotonic())
 
     def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
         assert self._thread is not None, "start() first"
@@ -129,9 +126,12 @@ class SimulatedExecutor:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, plan: SchedulerOutput) -> StepResult:
-        """One step: every row writes before any row reads, as a layer of a model does."""
-        began = self._begin()
+    def run(self, plan: SchedulerOutput, asked: float | None = None) -> StepResult:
+        """One step: every row writes before any row reads, as a layer of a model does.
+
+        ``asked``: when it was submitted, in monotonic seconds; None: now.
+        """
+        began = self._begin(asked)
         plan, self._before = plan.filled(self._before), None
         self._move(self._pool, self._host, plan.swap_out)
         self._move(self._pool, self._pool, plan.copies)
@@ -150,11 +150,10 @@ class SimulatedExecutor:
         self._before = StepResult(plan.step, tokens, {}, ended - began)
         return self._before
 
-    def _begin(self) -> float:
+    def _begin(self, asked: float | None) -> float:
         """When this step begins, in monotonic seconds: it may be a little while ago."""
         self.steps += 1
-        asked = self._asked.popleft() if self._asked else time.monotonic()
-        return max(asked, self._free)
+        return max(time.monotonic() if asked is None else asked, self._free)
 
     def _end(self, plan: SchedulerOutput, began: float) -> float:
         """Wait for the end of the step, in monotonic seconds; what is slept too long is not the device's."""

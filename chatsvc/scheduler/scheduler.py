@@ -4,9 +4,10 @@ Of a request with several choices the first reads the prompt; the others are for
 token, share its blocks, and copy the partial last one when they first write into it. Beam search forks at every token.
 
 A step may be planned while the one before it runs. Its sequences are then taken to be where that step leaves them: a
-token that it is to sample is ``UNKNOWN`` (the executor, which runs steps in order, fills it in), and sequences of which
-more than that is unknown (forks, beams, penalties, the last token) are held until it is done. A sequence that ends
-meanwhile keeps its blocks until no step in flight names them.
+token that it is to sample is ``UNKNOWN`` (the executor, which runs steps in order, fills it in), and a sequence that
+ends with it is held. Where more than that would be unknown (forks, beams, penalties) nothing is planned ahead: who must
+wait for the result would miss every second step. A sequence that ends meanwhile keeps its blocks until no step in
+flight names them. When somebody comes, a planned step that has not begun is taken back, so that he is in the next one.
 """
 
 from __future__ import annotations
@@ -103,7 +104,6 @@ class Scheduler(Planner):
         if not rows:
             self._step -= 1
             return SchedulerOutput(0, ())
-        self.stats.computed_tokens += sum(len(r.token_ids) for r in rows)
         moves = self.manager.seal()
         plan = SchedulerOutput(self._step, tuple(rows), moves.copies, moves.out, moves.into)
         self.in_flight.append(plan)
@@ -112,7 +112,38 @@ class Scheduler(Planner):
     @property
     def may_run_ahead(self) -> bool:
         """Whether a step may be planned although one is in flight."""
-        return len(self.in_flight) == 1 and not self._suspects and self.has_work
+        if len(self.in_flight) != 1 or self._suspects or not self.has_work:
+            return False
+        for row in self.in_flight[0].rows:
+            how = row.sampling
+            if how is not None and (row.forks or how.candidates or how.params.penalised):
+                return False
+        return True
+
+    @property
+    def may_take_back(self) -> bool:
+        """Whether the newest step in flight could be undone, were it not begun: it computes one token for each of its
+        sequences, moves nothing, and no block counts as full because of it."""
+        if len(self.in_flight) < 2 or not self.manager.newest_is_bare:
+            return False
+        plan = self.in_flight[-1]
+        if plan.copies or plan.swap_out or plan.swap_in or plan.num_tokens > len(plan.rows):
+            return False
+        size = self.manager.block_size
+        return all(len(self.queues.all[row.seq_id].table.content_ids) * size <= row.start for row in plan.rows)
+
+    def take_back(self) -> None:
+        """The newest step in flight was never begun, and will not be: see :attr:`may_take_back`.
+
+        Blocks that it was given stay with their sequences, which will need them.
+        """
+        plan = self.in_flight.pop()
+        before = {row.seq_id for row in self.in_flight[-1].rows}
+        for row in plan.rows:
+            seq = self.queues.all[row.seq_id]
+            seq.num_scheduled = row.start
+            seq.last_step = self.in_flight[-1].step if row.seq_id in before else 0
+        self.manager.take_back()
 
     def _run_ahead(self, plan: SchedulerOutput) -> None:
         """Take for granted that the step in flight ends well."""
@@ -126,14 +157,10 @@ class Scheduler(Planner):
             seq.num_computed = row.start + len(row.token_ids)
             if row.sampling is None:
                 continue
-            if row.forks or seq.group is not None:
-                seq.held = True
-                continue
-            p = seq.request.params
             seq.tokens.append(UNKNOWN)
             seq.ahead = True
-            full = seq.num_output >= p.max_tokens or len(seq.tokens) >= self.config.max_total_tokens
-            seq.held = full or p.penalised
+            most = seq.request.params.max_tokens
+            seq.held = seq.num_output >= most or len(seq.tokens) >= self.config.max_total_tokens
 
     # -- results -----------------------------------------------------------------------------------------------
 
@@ -172,6 +199,7 @@ class Scheduler(Planner):
                 updates += self._advance(group)
         self.manager.step_over()
         self._let_go()
+        self.stats.computed_tokens += plan.num_tokens
         self.budget.observe(plan.num_tokens, result.seconds)
         return updates
 

@@ -69,6 +69,8 @@ class HeldExecutor(SimulatedExecutor):
         return future
 
     def _finish(self, plan: SchedulerOutput, future: Future[StepResult]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             self.before(plan)
             future.set_result(self.after(plan, self.run(plan)))

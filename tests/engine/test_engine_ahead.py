@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from engine_harness import EOS, Rig
 
+from chatsvc.scheduler.beam import BeamParams
 from chatsvc.scheduler.plan import UNKNOWN, SchedulerOutput, StepResult
 
 PROMPTS = [list(range(i, i + 5 + i % 7)) for i in range(0, 96, 8)]
@@ -24,6 +26,11 @@ async def test_a_crowd_in_a_small_pool_gets_what_each_would_get_alone(seed: int)
             generation = rig.generate(prompt, n=n, max_tokens=rng.randint(1, 12), **how)
             (gone if rng.random() < 0.25 else kept).append((prompt, n, how, generation))
             await rig.turn(rng.randint(0, 30))
+            rig.executor.held = rng.random() < 0.5
+            if rng.random() < 0.7:
+                rig.executor.release()
+        rig.executor.held = False
+        rig.executor.release()
         for _, _, _, generation in gone:
             await rig.turn(rng.randint(0, 9))
             generation.cancel()
@@ -50,6 +57,54 @@ async def test_a_step_is_planned_while_the_one_before_it_runs_but_never_two() ->
         rig.executor.release()
         await generation.wait()
         assert generation.logs[0].token_ids == rig.solo(PROMPTS[0], 9)
+
+
+async def test_a_planned_step_is_taken_back_for_somebody_who_comes() -> None:
+    async with Rig(steps_in_flight=2) as rig:
+        rig.executor.held = True
+        first = rig.generate(PROMPTS[0], max_tokens=9)
+        await rig.until(lambda: len(rig.executor.pending) == 2)
+        second = rig.generate(PROMPTS[1], max_tokens=9)
+        assert rig.executor.pending[1][1].cancelled()
+        rig.engine.scheduler.check_integrity()
+        third = rig.generate(PROMPTS[2], max_tokens=9)
+        rig.executor.held = False
+        rig.executor.release()
+        await asyncio.gather(first.wait(), second.wait(), third.wait())
+        assert [len(plan.rows) for plan in rig.executor.plans[:3]] == [1, 1, 3], (
+            "all three are in the step after the first"
+        )
+        for prompt, generation in zip(PROMPTS, (first, second, third), strict=False):
+            assert generation.logs[0].token_ids == rig.solo(prompt, 9)
+        assert rig.metric("computed_tokens_total") == sum(len(p) + 8 for p in PROMPTS[:3])
+
+
+async def test_a_step_that_has_begun_is_not_taken_back() -> None:
+    async with Rig(steps_in_flight=2) as rig:
+        rig.executor.held = True
+        first = rig.generate(PROMPTS[0], max_tokens=9)
+        await rig.until(lambda: len(rig.executor.pending) == 2)
+        plan, begun = rig.executor.pending[1]
+        begun.set_running_or_notify_cancel()
+        second = rig.generate(PROMPTS[1], max_tokens=9)
+        rig.executor.held = False
+        del rig.executor.pending[1]
+        rig.executor.release()
+        begun.set_result(rig.executor.run(plan))
+        await asyncio.gather(first.wait(), second.wait())
+        for prompt, generation in zip(PROMPTS, (first, second), strict=False):
+            assert generation.logs[0].token_ids == rig.solo(prompt, 9)
+
+
+@pytest.mark.parametrize("how", [{"frequency_penalty": 0.5}, {"beam": BeamParams(2)}])
+async def test_who_must_wait_for_the_result_misses_no_step(how: dict[str, Any]) -> None:
+    """Beside somebody who could run ahead."""
+    async with Rig(steps_in_flight=2) as rig:
+        other, slow = rig.generate(PROMPTS[0], max_tokens=40), rig.generate(PROMPTS[1], max_tokens=8, **how)
+        await slow.wait()
+        assert len([plan for plan in rig.executor.plans if len(plan.rows) > 1]) == 8
+        assert len(other.logs[0].tokens) <= 9
+        await other.wait()
 
 
 async def test_readers_come_before_the_next_plan_while_a_step_runs() -> None:

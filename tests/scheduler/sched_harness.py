@@ -38,7 +38,8 @@ class Bench:
         depth: int = 1,
     ) -> None:
         self.depth = depth
-        self.flying: list[tuple[SchedulerOutput, StepResult]] = []
+        self.flying: list[tuple[SchedulerOutput, StepResult | None]] = []  # None: not begun
+        self.eager = True
         self.manager = BlockManager(
             num_blocks, block_size, prefix_caching=prefix_caching, secret=secret, num_host_blocks=num_host_blocks
         )
@@ -81,8 +82,8 @@ class Bench:
         self.scheduler.check_integrity()
 
     def submit(self) -> None:
-        """Plan and run steps until ``depth`` of them are in flight. The executor runs them at once: it is later than
-        that that the scheduler hears of it."""
+        """Plan and run steps until ``depth`` of them are in flight. While ``eager`` the executor runs them at once: it
+        is later than that that the scheduler hears of it. If not, a step begins when the one before it is over."""
         while len(self.flying) < self.depth and (not self.flying or self.scheduler.may_run_ahead):
             plan = self.scheduler.schedule()
             self.scheduler.check_integrity()
@@ -91,15 +92,33 @@ class Bench:
                 return
             assert plan.num_tokens <= self.scheduler.budget.limit
             self._check_rows(plan)
-            self.flying.append((plan, self.executor.run(plan)))
+            begins = self.eager or not self.flying
+            self.flying.append((plan, self.executor.run(plan) if begins else None))
+
+    def land(self) -> tuple[SchedulerOutput, StepResult]:
+        """The oldest step is over, and the next one begins before the scheduler hears of it."""
+        plan, result = self.flying.pop(0)
+        assert result is not None
+        if self.flying and self.flying[0][1] is None:
+            self.flying[0] = (self.flying[0][0], self.executor.run(self.flying[0][0]))
+        return plan, result
 
     def step(self) -> SchedulerOutput | None:
         self.submit()
         if not self.flying:
             return None
-        plan, result = self.flying.pop(0)
+        plan, result = self.land()
         self.apply(plan, result)
         return plan
+
+    def take_back(self) -> bool:
+        """As the engine does when a request comes."""
+        if len(self.flying) < 2 or self.flying[1][1] is not None or not self.scheduler.may_take_back:
+            return False
+        self.scheduler.take_back()
+        self.flying.pop()
+        self.scheduler.check_integrity()
+        return True
 
     def fail_step(self) -> None:
         self.submit()
@@ -112,7 +131,7 @@ class Bench:
         """A row of the oldest step fails."""
         self.submit()
         if self.flying:
-            plan, result = self.flying.pop(0)
+            plan, result = self.land()
             bad = choose(plan)
             tokens = {k: v for k, v in result.tokens.items() if k != bad}
             self.apply(plan, StepResult(plan.step, tokens, {bad: "NaN"}))
@@ -212,10 +231,14 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
         index.digest = lambda p, t: bytes([full(p, t)[0] & ((1 << digest_bits) - 1)])  # type: ignore[method-assign]
     heads = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, bench.limit // 2))] for _ in range(3)]
     live: list[Request] = []
+    taken_back = 0
+    bench.eager = rng.random() < 0.3
     for _ in range(operations):
         live = [r for r in live if not r.finished]
         p = rng.random()
         if p < 0.25 and len(live) < 24:
+            if rng.random() < 0.7:
+                bench.submit()
             head = rng.choice(heads)
             tail = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
             prompt = (head[: rng.randint(1, len(head))] + tail)[: bench.limit - 1]
@@ -237,6 +260,7 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
                     presence_penalty=rng.choice([0.0, 0.0, 1.0]),  # changes nothing here but who may run ahead
                 )
             )
+            taken_back += bench.take_back()
         elif p < 0.30 and live:
             bench.abort(rng.choice(live))
         elif p < 0.32:
@@ -256,6 +280,7 @@ def walk(seed: int, operations: int, *, digest_bits: int | None = None) -> dict[
         "finished": len(bench.finished),
         "copies": bench.manager.cow_copies,
         "swaps": stats.swaps,
+        "taken_back": taken_back,
         "swapped_in": bench.manager.host.blocks_in if bench.manager.host else 0,
     }
 

@@ -30,6 +30,7 @@ def test_seeded_walks(block: int) -> None:
     # The walks must have been where it hurts.
     assert totals["preemptions"] > 50 and totals["hits"] > 500 and totals["finished"] > 200, totals
     assert totals["copies"] > 30 and totals["swaps"] > 20 and totals["swapped_in"] > 50, totals
+    assert totals["taken_back"] > 50, totals
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["auto", "swap", "recompute"]),
         policy=st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
         depth=st.sampled_from([1, 2]),
+        eager=st.booleans(),
     )
     def begin(
         self,
@@ -57,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: Any,
         policy: Any,
         depth: int,
+        eager: bool,
     ) -> None:
         self.bench = Bench(
             num_blocks=blocks,
@@ -69,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             depth=depth,
         )
+        self.bench.eager = eager
         self.live: list[Request] = []
 
     @rule(
@@ -104,6 +108,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def submit_only(self) -> None:
         self.bench.submit()
+
+    @rule()
+    def take_back(self) -> None:
+        self.bench.take_back()
 
     @rule()
     def a_step_fails(self) -> None:
