@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ck_model_norms": (None, [_P, _L, _P, _P, _P, _P]),
     "ck_model_finish": (None, [_P, _P, _I]),
     "ck_model_settle": (_I, [_P, _I]),
-    "ck_model_forward": (_I, [_P, _P, _L, _L, _L, _P, _P, _I, _L, _P]),
+    "ck_model_forward": (_I, [_P, _P, _L, _L, _L, _P, _P, _I, _L, _L, _P]),
     "ck_attention_new": (_P, [_I]),
     "ck_attention_free": (None, [_P]),
     "ck_attention": (_I, [_P, _P, _L, _L, _P, _L, _P, _L, _P, _L, _P, _I, _P, _L, _F, _P]),
@@ -376,6 +376,7 @@ class Model:
             angles.data_ptr(),
             pool.data_ptr(),
             KEPT.index(pool.dtype),
+            pool.shape[0],
             pool.shape[3],
             logits.data_ptr(),
         )

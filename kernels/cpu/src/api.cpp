@@ -112,7 +112,7 @@ API int ck_model_settle(void* handle, int wait) {
 // ints: what `sequences` reads, then ids [T], positions [T], wanted [R]. kept: what the pages keep, as in attention.h.
 // Returns 0, or 1 when there is no memory.
 API int ck_model_forward(void* handle, const long* ints, long tokens, long count, long rows, const float* angles,
-                         void* pages, int kept, long block_size, float* logits) {
+                         void* pages, int kept, long blocks, long block_size, float* logits) {
     auto& model = *static_cast<Model*>(handle);
     const Shape& shape = model.shape;
     Step step;
@@ -122,6 +122,7 @@ API int ck_model_forward(void* handle, const long* ints, long tokens, long count
     step.rows = rows;
     step.angles = angles;
     step.pages = {pages, static_cast<Kept>(kept), shape.layers, block_size, shape.kv_heads, shape.dim};
+    step.blocks = blocks;
     step.logits = logits;
     try {
         model.forward(step);

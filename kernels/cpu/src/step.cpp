@@ -22,8 +22,14 @@ void Model::reserve(long tokens) {
 }
 
 void Model::forward(const Step& step) {
-    reserve(step.sequences.tokens);
-    plan_.build(step.sequences, step.pages, shape.heads, pool.size());
+    const Sequences& s = step.sequences;
+    long highest = 0;  // of the blocks that are in use; what the step writes is among them
+    for (long i = 0; i < s.table_starts[s.count]; ++i) highest = std::max(highest, s.tables[i]);
+    const auto block = [&](long id) { return step.pages.at(id, 0, 0, 0); };
+    populate_.ahead(block(0), block(step.blocks), block(highest + 1));
+
+    reserve(s.tokens);
+    plan_.build(s, step.pages, shape.heads, pool.size());
     pool.run(static_cast<int>(shape.layers) * PHASES + 4, [&](Worker& w) {
         Tiles lent(tiles || plan_.tiles());
         run(w, step);

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "populate.h"
 
 struct Shape {
     long vocab, hidden, layers, heads, kv_heads, dim, intermediate;
@@ -25,6 +26,7 @@ struct Step {
     long rows;
     const float* angles;      // [positions, dim]: cos [dim / 2], sin [dim / 2]
     Pages pages;
+    long blocks;              // of the pool
     float* logits;            // [rows, vocab]
 };
 
@@ -33,6 +35,7 @@ class Model {
     Model(const Shape& shape, int threads) : shape(shape), pool(threads), layers(shape.layers) {}
     ~Model() {
         leaving_ = true;
+        populate_.end();
         settled();
     }
     void forward(const Step& step);
@@ -62,6 +65,7 @@ class Model {
 
     std::atomic<bool> leaving_{false};
     std::thread settling_;
+    Populate populate_;
     AttentionPlan plan_;
     std::vector<Buffers> buffers_;
     Lines<float> hidden_, normed_, qkv_, attended_, inner_;
