@@ -14,7 +14,8 @@
 #include "pool.h"
 #include "softmax.h"
 
-// What the pool keeps. 16 bits are rounded once, when a token's K and V are written; everything after that is float32.
+// What the pool keeps. 16 bits are rounded once, when a token's K and V are written; what follows is float32, but for products in
+// bfloat16 (bf16_simd).
 enum class Kept { f32, f16, bf16 };
 
 // What multiplies the bfloat16 of such a pool: amx-bf16, avx512-bf16, or "" where that is float32, too.

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "attention.h"
 #include "tiles.h"
@@ -46,7 +48,7 @@ void tile_scores(long rows, const std::uint16_t* q, long dim, const std::uint16_
 // out [rows, dim] = weights [rows, SEG] values
 void tile_sums(long rows, const std::uint16_t* weights, const std::uint16_t* values, long dim, float* out);
 // Up to FEW rows by the vector unit: keys and values are used as they come, which costs less than to write tiles of them.
-// scores [rows, SEG]; out as in tile_some_rows.
+// most, sum and out as in tile_some_rows.
 template <class Visible, class Coming>
 void few_rows(long rows, const std::uint16_t* q, long dim, const std::uint16_t* const* keys, const std::uint16_t* const* values,
               Visible&& visible, float* most, float* sum, float* out, Coming&& coming);
@@ -173,18 +175,17 @@ void few_of(const std::uint16_t* q, long dim, const std::uint16_t* const* keys, 
     if (i < dim) few_sums<M, 1>(weights, values, dim, i, out, coming);
 }
 
+template <class Visible, class Coming, int... I>
+auto pick_few(long rows, std::integer_sequence<int, I...>) {
+    static constexpr decltype(&few_of<1, Visible, Coming>) table[] = {few_of<I + 1, Visible, Coming>...};
+    return table[rows - 1];
+}
+
 template <class Visible, class Coming>
 void few_rows(long rows, const std::uint16_t* q, long dim, const std::uint16_t* const* keys, const std::uint16_t* const* values,
               Visible&& visible, float* most, float* sum, float* out, Coming&& coming) {
-    static_assert(FEW == 6);
-    switch (rows) {
-        case 1: return few_of<1>(q, dim, keys, values, visible, most, sum, out, coming);
-        case 2: return few_of<2>(q, dim, keys, values, visible, most, sum, out, coming);
-        case 3: return few_of<3>(q, dim, keys, values, visible, most, sum, out, coming);
-        case 4: return few_of<4>(q, dim, keys, values, visible, most, sum, out, coming);
-        case 5: return few_of<5>(q, dim, keys, values, visible, most, sum, out, coming);
-        case 6: return few_of<6>(q, dim, keys, values, visible, most, sum, out, coming);
-    }
+    pick_few<std::remove_reference_t<Visible>, std::remove_reference_t<Coming>>(rows, std::make_integer_sequence<int, FEW>())(
+        q, dim, keys, values, visible, most, sum, out, coming);
 }
 
 template <class Visible, class Done>
