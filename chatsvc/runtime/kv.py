@@ -18,7 +18,7 @@ def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
 
 
 def allocate(shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Allocate the pool once, uninitialised: pages that no token has touched cost no memory.
+    """Allocate the pool once, uninitialised: pages that nobody has touched cost no memory.
 
     Raises: ConfigError when the machine refuses that much.
     """

@@ -27,18 +27,10 @@ BLOCK = 128
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def system_populates() -> bool:
-    if sys.platform != "linux":
-        return False
-    page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    return libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), 23) == 0
-
-
 pytestmark = [
     pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not system_populates(), reason="the system has no MADV_POPULATE_WRITE"),
+    pytest.mark.skipif(sys.platform != "linux", reason="mincore, madvise and /proc as Linux has them"),
 ]
 
 
@@ -79,16 +71,14 @@ def at(number: int) -> int:
 
 
 def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 250  # the thread has nice 19, and the machine may be busy
+    end = time.monotonic() + 250  # the machine may be busy
     while not true():
         assert time.monotonic() < end, "the pages did not come"
         time.sleep(0.01)
 
 
-def nice() -> list[int]:
-    """Of each thread of this process."""
-    stats = [(task / "stat").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sorted(int(stat.rpartition(")")[2].split()[16]) for stat in stats)
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def model() -> Model:
@@ -182,16 +172,39 @@ def test_a_pool_may_begin_anywhere() -> None:
 def test_a_pool_of_less_than_a_page_needs_no_thread() -> None:
     pool = torch.empty(1, 1, 2, 1, 8, 128, dtype=torch.bfloat16)
     assert pool.numel() * 2 <= mmap.PAGESIZE
-    kernels, before = model(), nice()
+    kernels, before = model(), threads()
     angles = torch.cat([torch.ones(1, 64), torch.zeros(1, 64)], dim=1)
     assert kernels.forward(Sequences([1], [1], [[0]], [0]), [5], [0], [0], angles, pool).isfinite().all()
-    assert nice() == before
+    assert threads() == before
 
 
-def test_the_thread_takes_what_nobody_needs() -> None:
-    pool, kernels, before = Pool(blocks=300, mapped=300), model(), nice()
-    step(kernels, pool.blocks, 0)
-    until(lambda: nice() == sorted([*before, 19]))
+def test_pages_come_between_steps() -> None:
+    """A prompt of 1,500 tokens takes long enough for hundreds of MiB, but none come before its step is over."""
+    length = 12 * BLOCK
+    angles = torch.cat([torch.ones(length, SHAPE.dim // 2), torch.zeros(length, SHAPE.dim // 2)], dim=1)
+    blocks = list(range(12))
+    sequences = Sequences([length], [length], [blocks], list(range(length)))
+
+    def prompt(kernels: Model, pool: torch.Tensor, over: threading.Event) -> None:
+        kernels.forward(sequences, [5] * length, list(range(length)), [length - 1], angles, pool)
+        over.set()
+
+    began = time.monotonic()
+    prompt(model(), torch.zeros(12, 1, 2, BLOCK, SHAPE.kv_heads, SHAPE.dim), threading.Event())
+    third = (time.monotonic() - began) / 3
+    for _ in range(20):
+        pool, kernels, over = Pool(blocks=1024, mapped=1024), model(), threading.Event()
+        running = threading.Thread(target=prompt, args=(kernels, pool.blocks, over))
+        running.start()
+        time.sleep(third)
+        pages = pool.resident()[at(12 * MIB + HUGE) :]
+        soon_enough = not over.is_set()
+        running.join()
+        if soon_enough:
+            assert not pages.any(), "pages come while a step runs"
+            pool.wait(0, 12 * MIB + FAR)
+            return
+    raise AssertionError("the step is over before anybody can look")
 
 
 def test_a_model_goes_while_pages_come() -> None:

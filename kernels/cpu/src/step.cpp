@@ -26,7 +26,7 @@ void Model::forward(const Step& step) {
     long highest = 0;  // of the blocks that are in use; what the step writes is among them
     for (long i = 0; i < s.table_starts[s.count]; ++i) highest = std::max(highest, s.tables[i]);
     const auto block = [&](long id) { return step.pages.at(id, 0, 0, 0); };
-    populate_.ahead(block(0), block(step.blocks), block(highest + 1));
+    const Populate::Step begun(populate_, block(0), block(step.blocks), block(highest + 1));
 
     reserve(s.tokens);
     plan_.build(s, step.pages, shape.heads, pool.size());
