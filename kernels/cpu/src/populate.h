@@ -1,8 +1,10 @@
 // A thread that makes the KV pool's pages before a step comes to them. Nobody has touched a new pool, and the system clears a
-// page when it is first written: within a step, by one thread, for which all others wait. This one works between steps. It
-// touches what it wants to be there: madvise(MADV_POPULATE_WRITE) would let nobody change the process's mappings meanwhile.
+// page when it is first written: within a step, by one thread, for which all others wait. This one works while there are no
+// steps. It touches what it wants to be there: madvise(MADV_POPULATE_WRITE) would let nobody change the process's mappings
+// meanwhile.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -43,6 +45,8 @@ class Populate {
     static constexpr Address NEAR = 192 << 20, FAR = 256 << 20;
     // One huge page: a step that begins meanwhile shares a core for as long as that takes.
     static constexpr Address SLICE = 2 << 20, PAGE = 4096;
+    // So long after a step there is nothing to do: where steps follow each other, every core is needed for them.
+    static constexpr std::chrono::milliseconds QUIET{5};
 
     static Address address(const void* p) { return reinterpret_cast<Address>(p); }
 
@@ -72,18 +76,22 @@ class Populate {
     void work() {
         for (std::unique_lock hold(mutex_);;) {
             changed_.wait(hold, [this] { return leaving_ || (next_ < to_ && !busy_); });
+            changed_.wait_for(hold, QUIET, [this] { return leaving_ || busy_; });
             if (leaving_) return;
-            Address at = next_;
-            const Address end = next_ = std::min((at / SLICE + 1) * SLICE, to_);
-            touching_ = true;
-            hold.unlock();
-            // Atomic, so that it is no harm if a step writes there. Volatile, so that it is no mere reading.
-            for (; at < end; at = at / PAGE * PAGE + PAGE)
-                __atomic_fetch_add(reinterpret_cast<volatile unsigned char*>(at), 0, __ATOMIC_RELAXED);
-            hold.lock();
-            touching_ = false;
-            changed_.notify_all();
+            while (next_ < to_ && !busy_ && !leaving_) touch(hold);
         }
+    }
+    void touch(std::unique_lock<std::mutex>& hold) {
+        Address at = next_;
+        const Address end = next_ = std::min((at / SLICE + 1) * SLICE, to_);
+        touching_ = true;
+        hold.unlock();
+        // Atomic, so that it is no harm if a step writes there. Volatile, so that it is no mere reading.
+        for (; at < end; at = at / PAGE * PAGE + PAGE)
+            __atomic_fetch_add(reinterpret_cast<volatile unsigned char*>(at), 0, __ATOMIC_RELAXED);
+        hold.lock();
+        touching_ = false;
+        changed_.notify_all();
     }
 
     std::mutex mutex_;
