@@ -287,7 +287,7 @@ class Model:
         self._handle = library.ck_model_new(numbers.buffer_info()[0], shape.eps, threads)
         if not self._handle:
             raise MemoryError("no memory or no threads for the CPU kernels")
-        self._pool: torch.Tensor | None = None  # what a thread of the model touches between steps has to stay
+        self._pool: torch.Tensor | None = None  # a thread of the model touches it
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -368,22 +368,20 @@ class Model:
         packed.extend(positions)
         packed.extend(wanted)
         logits = torch.empty(len(wanted), self.shape.vocab)
-        try:
-            failed = self._lib.ck_model_forward(
-                self._handle,
-                packed.buffer_info()[0],
-                len(ids),
-                len(sequences.query_lens),
-                len(wanted),
-                angles.data_ptr(),
-                pool.data_ptr(),
-                KEPT.index(pool.dtype),
-                pool.shape[0],
-                pool.shape[3],
-                logits.data_ptr(),
-            )
-        finally:
-            self._pool = pool
+        failed = self._lib.ck_model_forward(
+            self._handle,
+            packed.buffer_info()[0],
+            len(ids),
+            len(sequences.query_lens),
+            len(wanted),
+            angles.data_ptr(),
+            pool.data_ptr(),
+            KEPT.index(pool.dtype),
+            pool.shape[0],
+            pool.shape[3],
+            logits.data_ptr(),
+        )
+        self._pool = pool  # not before: the one before it may be touched until this step begins
         if failed:
             raise MemoryError("no memory for the CPU kernels' step")
         return logits
