@@ -6,9 +6,11 @@ variable ``CHATSVC_MAX_NUM_SEQS``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -191,10 +193,10 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def usable_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or less when a cgroup (v2 or v1) says so."""
+def usable_memory(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory this process may use: the machine's, or less if its cgroup (v2 or v1) or one above says so."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+    for file in _memory_limits(proc, mounted):
         try:
             text = file.read_text().strip()
         except OSError:
@@ -202,6 +204,26 @@ def usable_memory() -> int:
         if text.isdigit():
             limit = min(limit, int(text))
     return limit
+
+
+def _memory_limits(proc: Path, mounted: Path) -> Iterator[Path]:
+    """Where the limits would stand, as cgroups(7) has it.
+
+    In a container the path of its cgroup may be the host's, which cannot be seen there; its own limit is at the root.
+    """
+    v1, v2 = mounted / "memory", mounted
+    own = {v1: PurePosixPath("/"), v2: PurePosixPath("/")}
+    with contextlib.suppress(OSError):
+        for line in proc.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own[v2] = PurePosixPath(path)
+            elif "memory" in controllers.split(","):
+                own[v1] = PurePosixPath(path)
+    for root, name in ((v1, "memory.limit_in_bytes"), (v2, "memory.max")):
+        for at in (own[root], *own[root].parents):
+            if ".." not in at.parts:
+                yield root / at.relative_to("/") / name
 
 
 def default_kv_memory(memory: int) -> int:

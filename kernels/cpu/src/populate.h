@@ -41,8 +41,9 @@ class Populate {
 
   private:
     using Address = std::uintptr_t;
-    // Steps write some hundred MiB a second at most. FAR - NEAR: how often there is something to do.
-    static constexpr Address NEAR = 192 << 20, FAR = 256 << 20;
+    // Steps write some hundred MiB a second at most. No more than a part of the pool: who gives it all the memory there is
+    // should not be without any because of what is not in use.
+    static constexpr Address MOST = 256 << 20, PART = 16;
     // One huge page: a step that begins meanwhile shares a core for as long as that takes.
     static constexpr Address SLICE = 2 << 20, PAGE = 4096;
     // So long after a step there is nothing to do: where steps follow each other, every core is needed for them.
@@ -57,8 +58,9 @@ class Populate {
             changed_.wait(hold, [this] { return !touching_; });
             pool_ = pool, pool_end_ = pool_end, next_ = to_ = pool;
         }
-        if (to_ == pool_end || to_ >= used + NEAR) return;
-        next_ = std::max(used, next_), to_ = std::min(used + FAR, pool_end);  // what steps have reached has its pages
+        const Address far = std::min(MOST, (pool_end - pool) / PART), near = far / 4 * 3;
+        if (to_ == pool_end || to_ >= used + near) return;
+        next_ = std::max(used, next_), to_ = std::min(used + far, pool_end);  // what steps have reached has its pages
         try {
             if (next_ < to_ && !thread_.joinable()) thread_ = std::thread([this] { work(); });
         } catch (const std::system_error&) {
