@@ -67,6 +67,8 @@ async def test_a_planned_step_is_taken_back_for_somebody_who_comes() -> None:
         second = rig.generate(PROMPTS[1], max_tokens=9)
         assert rig.executor.pending[1][1].cancelled()
         rig.engine.scheduler.check_integrity()
+        seq = rig.engine.scheduler.running[0]
+        assert (seq.num_scheduled, seq.last_step) == (len(PROMPTS[0]), 1), "as after the first step"
         third = rig.generate(PROMPTS[2], max_tokens=9)
         rig.executor.held = False
         rig.executor.release()
