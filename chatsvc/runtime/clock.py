@@ -42,9 +42,9 @@ class ClockExecutor(SimulatedExecutor):
         super().__init__(config)
         self._tokens = tokens
 
-    def run(self, plan: SchedulerOutput, asked: float | None = None) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> StepResult:
         """See :class:`SimulatedExecutor`."""
-        began = self._begin(asked)
+        began = self._begin()
         ended = self._end(plan, began)
         token = SampledToken(self._tokens[int(ended * 1000) % PERIOD])
         tokens = {row.seq_id: [token] for row in plan.rows if row.sampling is not None}

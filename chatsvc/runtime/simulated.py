@@ -83,6 +83,7 @@ class SimulatedExecutor:
         self._stop = threading.Event()
         self.steps = 0
         self._before: StepResult | None = None
+        self._asked: float | None = None  # when the step that begins was submitted; None: now
         self._free = 0.0  # when the last step ended
 
     def start(self) -> KVCapacity:
@@ -101,7 +102,13 @@ class SimulatedExecutor:
 
     def submit(self, plan: SchedulerOutput) -> Future[StepResult]:
         assert self._thread is not None, "start() first"
-        return self._thread.submit(self.run, plan, time.monotonic())
+        asked = time.monotonic()
+
+        def run(plan: SchedulerOutput) -> StepResult:
+            self._asked = asked
+            return self.run(plan)
+
+        return self._thread.submit(run, plan)
 
     def read_blocks(self, ids: Sequence[int], *, host: bool = False) -> Future[memoryview]:
         assert self._thread is not None, "start() first"
@@ -126,12 +133,9 @@ class SimulatedExecutor:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, plan: SchedulerOutput, asked: float | None = None) -> StepResult:
-        """One step: every row writes before any row reads, as a layer of a model does.
-
-        ``asked``: when it was submitted, in monotonic seconds; None: now.
-        """
-        began = self._begin(asked)
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        """One step: every row writes before any row reads, as a layer of a model does."""
+        began = self._begin()
         plan, self._before = plan.filled(self._before), None
         self._move(self._pool, self._host, plan.swap_out)
         self._move(self._pool, self._pool, plan.copies)
@@ -150,9 +154,10 @@ class SimulatedExecutor:
         self._before = StepResult(plan.step, tokens, {}, ended - began)
         return self._before
 
-    def _begin(self, asked: float | None) -> float:
+    def _begin(self) -> float:
         """When this step begins, in monotonic seconds: it may be a little while ago."""
         self.steps += 1
+        asked, self._asked = self._asked, None
         return max(time.monotonic() if asked is None else asked, self._free)
 
     def _end(self, plan: SchedulerOutput, began: float) -> float:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 HUNG = """
 import time
 from chatsvc.runtime.simulated import SimulatedExecutor
-SimulatedExecutor.run = lambda *_: time.sleep(900)  # no signal, no stop() reaches it
+SimulatedExecutor.run = lambda self, plan: time.sleep(900)  # no signal, no stop() reaches it
 """
 SLOW_START = """
 import time

@@ -110,7 +110,7 @@ async def test_rd_03_a_redis_in_trouble_does_not_slow_a_stream(own_redis: MakeRe
             sids = [await app.session() for _ in range(3)]
             paces = [Pace() for _ in sids]
             reading = [
-                asyncio.create_task(pace.read(app, sid, max_tokens=300)) for pace, sid in zip(paces, sids, strict=True)
+                asyncio.create_task(pace.read(app, sid, max_tokens=600)) for pace, sid in zip(paces, sids, strict=True)
             ]
             async with asyncio.timeout(20):
                 while not all(pace.text for pace in paces):
