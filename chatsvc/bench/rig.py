@@ -125,6 +125,7 @@ class Rig:
             max_queue=1_000_000,
             queue_timeout=FOREVER,
             stuck_after=FOREVER,
+            steps_in_flight=1,  # slots are counted and time is modelled between two steps
         )
         return AsyncEngine(
             config,

@@ -125,7 +125,7 @@ class BlockManager:
             self.pool.on_evict = self.host.keep
         self.cow_copies = 0
         self._copies: list[tuple[int, int]] = []
-        self._stored: list[Block] = []  # made findable by the step that is being planned
+        self._stored: list[Block] = []  # what the step that is being planned fills, findable or a twin
         self._in_flight: deque[list[Block]] = deque()  # by those that have been submitted, oldest first
 
     @property
@@ -279,11 +279,11 @@ class BlockManager:
             twin = self.pool.index.find(digest, parent, part, extra)
             if twin is not None and twin.content is not None:
                 # Somebody computed the same content meanwhile: theirs stays findable, ours keeps serving this table.
-                table.content_ids.append(twin.content.content_id)
-                continue
-            block = table.blocks[i]
-            table.content_ids.append(self.pool.store(block, digest, parent, part, extra).content_id)
-            stored.append(block)
+                content = twin.content
+            else:
+                content = self.pool.store(table.blocks[i], digest, parent, part, extra)
+            table.content_ids.append(content.content_id)
+            stored.append(table.blocks[i])
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """The child sees the parent's blocks, the partial last one included; whoever writes into it first copies it."""
@@ -316,7 +316,7 @@ class BlockManager:
 
     @property
     def newest_is_bare(self) -> bool:
-        """Whether the newest step in flight promised nothing that others could find."""
+        """Whether no block counts as full because of the newest step in flight."""
         return not self._in_flight[-1]
 
     def take_back(self) -> None:

@@ -127,10 +127,7 @@ class Scheduler(Planner):
         if len(self.in_flight) < 2 or not self.manager.newest_is_bare:
             return False
         plan = self.in_flight[-1]
-        if plan.copies or plan.swap_out or plan.swap_in or plan.num_tokens > len(plan.rows):
-            return False
-        size = self.manager.block_size
-        return all(len(self.queues.all[row.seq_id].table.content_ids) * size <= row.start for row in plan.rows)
+        return not (plan.copies or plan.swap_out or plan.swap_in) and plan.num_tokens == len(plan.rows)
 
     def take_back(self) -> None:
         """The newest step in flight was never begun, and will not be: see :attr:`may_take_back`.

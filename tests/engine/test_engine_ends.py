@@ -82,8 +82,9 @@ async def test_BM_02_five_hundred_requests_with_random_ends(seed: int) -> None:
         assert {"stop", "length", "abort", "error"} == set(reasons)
 
 
-async def test_BM_04_blocks_of_an_aborted_request_wait_for_the_step_that_writes_them() -> None:
-    async with Rig(num_blocks=6, block_size=4, budget=64) as rig:
+@pytest.mark.parametrize(("depth", "blocks"), [(1, 4), (2, 5)])
+async def test_BM_04_blocks_of_an_aborted_request_wait_for_the_step_that_writes_them(depth: int, blocks: int) -> None:
+    async with Rig(num_blocks=6, block_size=4, budget=64, steps_in_flight=depth) as rig:
         a_prompt, b_prompt = list(range(16)), list(range(100, 116))
         rig.executor.held = True
         a = rig.generate(a_prompt, max_tokens=4)
@@ -92,7 +93,7 @@ async def test_BM_04_blocks_of_an_aborted_request_wait_for_the_step_that_writes_
         assert a.finished, "readers see the end at once"
         b = rig.generate(b_prompt, max_tokens=4)
         await rig.turn()
-        assert rig.engine.scheduler.manager.pool.num_used >= 4, "the step in flight still owns its blocks"
+        assert rig.engine.scheduler.manager.pool.num_used == blocks, "the step in flight still owns its blocks"
         rig.executor.held = False
         rig.executor.release()
         await b.wait()
