@@ -380,7 +380,7 @@ void AttentionPlan::run(Worker& w, const float* q, long ldq, const Pages& pages,
     w.each(
         static_cast<long>(pieces_.size()),
         [&](long i) {
-            const size_t soon = i + scratch_.size();  // what this thread probably takes next
+            const size_t soon = i + 1;  // what this thread probably takes next
             const Piece* next = soon < pieces_.size() ? &pieces_[soon] : nullptr;
             piece(pieces_[i], next, scratch_[w.rank], q, ldq, pages, layer, scale, out);
         },

@@ -68,15 +68,16 @@ void linear(Worker& w, const Product& p, std::vector<Buffers>& buffers, const Ma
     const long rows = std::max(1L, p.rows);  // a step of chunks alone samples none: no bands, so no tasks
     const bool direct = m.by == Products::floats && rows <= DIRECT_ROWS;
     const long size = panels_of_task(m, rows, threads), tasks = (panels + size - 1) / size;
-    const long next_size = next ? panels_of_task(*next, rows, threads) : 0;
+    const long next_size = next ? panels_of_task(*next, rows, threads) : 1;
+    const long next_tasks = next ? (next->count() + next_size - 1) / next_size : 0;
     w.each(bands * tasks, [&](long task) {
         const long at = task % tasks * size, row = task / tasks * band;
         const Part part{at, std::min(size, panels - at), row, std::min(band, p.rows - row)};
-        // While these are used, those that this thread probably takes next come into the cache.
-        const long soon = task % tasks + threads;
-        const unsigned char* target = soon < tasks ? m.panel(soon * size)
-                                      : next       ? next->panel((soon - tasks) * next_size % next->count())
-                                                   : m.panels;
+        // While these are used, those that this thread probably takes next come into the cache: the following ones, or those where
+        // its stretch of the next matrix begins.
+        const bool more = !next || task + 1 < w.stretch(bands * tasks, w.rank + 1);
+        const long soon = more ? (task + 1) % tasks * size : w.stretch(next_tasks, w.rank) * next_size;
+        const unsigned char* target = (more ? m : *next).panel(soon);
         const char* ahead = reinterpret_cast<const char*>(target);
         if (m.by == Products::whole)
             linear8(p, part, ahead);

@@ -36,8 +36,11 @@ struct Worker {
     int rank;
     int phase = 0;
 
-    // f(i) for i in [0, count), each by whichever thread comes first, then `last()` by one of them; returns when all of
-    // that is done. What f computes must not depend on the thread that runs it.
+    // Tasks [stretch(count, t), stretch(count, t + 1)) of `count` are thread t's own.
+    long stretch(long count, int thread) const;
+    // f(i) for i in [0, count), then `last()` by one of the threads; returns when all of that is done. Each thread goes through
+    // a stretch of its own in order, so that what it asks memory for in advance is what it takes next, and then through what
+    // others have left of theirs. What f computes must not depend on the thread that runs it.
     template <class F, class Last>
     void each(long count, F&& f, Last&& last);
     template <class F>
@@ -65,12 +68,12 @@ class Pool {
     template <class F>
     void run(int phases, F&& f) {
         if (phases > capacity_) {
-            phases_ = std::make_unique<Phase[]>(phases);
+            phases_ = std::make_unique<Phase[]>(phases), taken_ = std::make_unique<std::atomic<long>[]>(phases * size_);
             capacity_ = phases;
         }
         for (int i = 0; i < phases; ++i) {
-            phases_[i].next.store(0, std::memory_order_relaxed), phases_[i].done.store(0, std::memory_order_relaxed);
-            phases_[i].over.store(0, std::memory_order_relaxed);
+            phases_[i].done.store(0, std::memory_order_relaxed), phases_[i].over.store(0, std::memory_order_relaxed);
+            for (int rank = 0; rank < size_; ++rank) taken_[i * size_ + rank].store(0, std::memory_order_relaxed);
         }
         context_ = &f;
         job_ = [](void* context, Worker& w) { (*static_cast<std::remove_reference_t<F>*>(context))(w); };
@@ -86,7 +89,7 @@ class Pool {
   private:
     friend struct Worker;
     struct alignas(64) Phase {
-        std::atomic<long> next, done;
+        std::atomic<long> done;
         std::atomic<int> over;
     };
 
@@ -118,6 +121,7 @@ class Pool {
     int size_;
     std::vector<std::thread> threads_;
     std::unique_ptr<Phase[]> phases_;
+    std::unique_ptr<std::atomic<long>[]> taken_;  // [phase][thread] of its stretch
     int capacity_ = 0;
     void* context_ = nullptr;
     void (*job_)(void*, Worker&) = nullptr;
@@ -127,18 +131,25 @@ class Pool {
     alignas(64) std::atomic<int> inside_{0};
 };
 
+inline long Worker::stretch(long count, int thread) const { return count * thread / pool.size_; }
+
 template <class F, class Last>
 void Worker::each(long count, F&& f, Last&& last) {
-    auto& p = pool.phases_[phase++];
+    auto& p = pool.phases_[phase];
+    std::atomic<long>* taken = &pool.taken_[phase++ * pool.size_];
     const long tasks = count ? count : 1;  // so that somebody is the last
-    for (long i; (i = p.next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-        if (i < count) f(i);
-        if (p.done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
-            last();
-            // Sequentially consistent, as all that is notified about here: the library looks whether anybody sleeps before it
-            // wakes, and may look before a weaker store can be seen by one who is just falling asleep.
-            p.over.store(1);
-            p.over.notify_all();
+    for (int t = 0; t < pool.size_; ++t) {
+        const int of = (rank + t) % pool.size_;
+        const long first = stretch(tasks, of), end = stretch(tasks, of + 1);
+        for (long i; (i = first + taken[of].fetch_add(1, std::memory_order_relaxed)) < end;) {
+            if (i < count) f(i);
+            if (p.done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
+                last();
+                // Sequentially consistent, as all that is notified about here: the library looks whether anybody sleeps before it
+                // wakes, and may look before a weaker store can be seen by one who is just falling asleep.
+                p.over.store(1);
+                p.over.notify_all();
+            }
         }
     }
     wait_while(p.over, 0);

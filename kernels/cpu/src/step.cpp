@@ -5,8 +5,8 @@
 #include "rows.h"
 
 namespace {
-constexpr int PHASES = 12;     // of one layer, at most
-constexpr long ALONE = 10000;  // floats that one thread goes through faster than several agree on it
+constexpr int PHASES = 12;    // of one layer, at most
+constexpr long ALONE = 5000;  // floats that one thread goes through faster than several agree on it
 }
 
 void Model::reserve(long tokens) {
@@ -63,8 +63,9 @@ void Model::run(Worker& w, const Step& step) {
     };
     auto each_together = [&](long width, auto&& f) {
         if (alone(width)) return;
-        w.each((rows + EDGE - 1) / EDGE, [&](long i) {
-            for (long r = i * EDGE; r < std::min(rows, (i + 1) * EDGE); ++r) f(r);
+        const long size = std::clamp(rows / (4L * w.pool.size()), 1L, EDGE);
+        w.each((rows + size - 1) / size, [&](long i) {
+            for (long r = i * size; r < std::min(rows, (i + 1) * size); ++r) f(r);
         });
     };
     auto norm_for = [&](const Matrix& next, const Lines<float>& weight) {
