@@ -51,6 +51,11 @@ def test_a_start_loads_nothing_that_it_may_not_need() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "chatsvc", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: chatsvc ") and "doctor" in done.stdout
+
+
 def test_help_shows_times_as_one_writes_them() -> None:
     text = CliRunner().invoke(command, ["--help"]).output
     assert "[30d]" in text and "[60s]" in text and "0: none" in text and "e+06" not in text

@@ -47,19 +47,12 @@ class RowsOfDigits {
     long k = 0;  // rounded up to whole tiles
     // Of 16 bits: the low digits [k] lie behind the high ones.
     const std::int8_t* row(long r) const { return digits_.data() + r * 2 * k; }
-    float scale(long r) const { return about_[r].scale; }
-    // 128 times the sum of the high and of the low digits
-    std::int32_t high(long r) const { return about_[r].high; }
-    std::int32_t low(long r) const { return about_[r].low; }
+    float scale(long r) const { return scales_[r]; }
 
   private:
-    struct About {
-        float scale;
-        std::int32_t high, low;
-    };
     long given_ = 0;
     Lines<std::int8_t> digits_;
-    Lines<About> about_;
+    Lines<float> scales_;
 };
 
 // Rows of x as tiles of bfloat16: PARTS numbers for an input, whose sum it is (to 2^-25 of it, and above 2^-100).

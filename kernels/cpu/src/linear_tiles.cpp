@@ -48,12 +48,12 @@ void multiply(const unsigned char* w, const std::int8_t* x, long k) {
     settle(w);
     _tile_loadd(4, x, 2 * k);
     _tile_loadd(6, w, TILE_K);
-    _tile_dpbsud(0, 4, 6);
+    _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, w + TILE_BYTES, TILE_K);
-    _tile_dpbsud(1, 4, 7);
+    _tile_dpbssd(1, 4, 7);
     _tile_loadd(5, x + k, 2 * k);
-    _tile_dpbsud(2, 5, 6);
-    _tile_dpbsud(3, 5, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
 }
 
 void finish(const Product& p, long panel, long row, long rows) {
@@ -68,9 +68,7 @@ void finish(const Product& p, long panel, long row, long rows) {
     for (long r = 0; r < std::min(rows, EDGE); ++r) {
         vf one[1][2];
         for (int half = 0; half < 2; ++half) {
-            // Bytes of weights are 128 too large.
-            const vf high = i_float(_mm512_sub_epi32(i_load(sums[half][r]), i_set(x.high(row + r))));
-            const vf low = i_float(_mm512_sub_epi32(i_load(sums[2 + half][r]), i_set(x.low(row + r))));
+            const vf high = i_float(i_load(sums[half][r])), low = i_float(i_load(sums[2 + half][r]));
             one[0][half] = v_fma(high, v_set(256.0f), low) * (scale[half] * v_set(x.scale(row + r)));
         }
         store<1>(p, panel, row + r, one);
@@ -145,16 +143,14 @@ void RowsOfDigits::set(long row, const float* x) {
     // Smaller ones would have no finite inverse, and nothing to say.
     const vf inverse = v_set(largest > 1e-30f ? TOP / largest : 0.0f);
     std::int8_t *high = digits_.data() + row * 2 * k, *low = high + k;
-    vi highs = i_set(0), lows = i_set(0);
     for (long i = 0; i < k; i += VL) {
         const vf scaled = v_load_n(x + i, static_cast<int>(given_ - i)) * inverse;
         const vi q = _mm512_cvtps_epi32(v_max(v_min(scaled, v_set(TOP)), v_set(-TOP)));
         const vi h = _mm512_srai_epi32(_mm512_add_epi32(q, i_set(128)), 8), l = _mm512_sub_epi32(q, _mm512_slli_epi32(h, 8));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(h));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(l));
-        highs = _mm512_add_epi32(highs, h), lows = _mm512_add_epi32(lows, l);
     }
-    about_[row] = {largest / TOP + extent.ill(), 128 * _mm512_reduce_add_epi32(highs), 128 * _mm512_reduce_add_epi32(lows)};
+    scales_[row] = largest / TOP + extent.ill();
 }
 
 #else
@@ -166,5 +162,5 @@ void RowsOfDigits::set(long, const float*) {}
 
 void RowsOfDigits::shape(long rows, long inputs) {
     given_ = inputs, k = round_up(inputs, TILE_K), rows = round_up(rows, EDGE);
-    grow(digits_, rows * 2 * k), grow(about_, rows);
+    grow(digits_, rows * 2 * k), grow(scales_, rows);
 }

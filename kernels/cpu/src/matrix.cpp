@@ -176,8 +176,8 @@ void pack_t4(Source source, const void* row, long k, long lane, Byte* to) {
         Byte* tile = tile_of(to, Format::t4, lane, g * GROUP);
         const long half = g % 2, at = (half * EDGE + lane % EDGE) * 2;
         const std::int16_t step = static_cast<std::int16_t>(std::lrintf(half_to_float(b.scale) * inverse * 128.0f));
-        // 128 so that bytes have no sign, a half so that the division rounds to nearest
-        const std::int16_t least = static_cast<std::int16_t>(std::lrintf(half_to_float(b.least) * inverse * 128.0f) + 128 * 128 + 64);
+        // a half so that the division rounds to nearest
+        const std::int16_t least = static_cast<std::int16_t>(std::lrintf(half_to_float(b.least) * inverse * 128.0f) + 64);
         std::memcpy(tile + at, &step, 2), std::memcpy(tile + 4 * EDGE + at, &least, 2);
         for (long i = 0; i < GROUP; ++i)
             tile[8 * EDGE + place_in_tile(lane, i)] |= static_cast<Byte>((b.words[i / 4] >> 8 * (i % 4) & 15) << 4 * half);
@@ -198,17 +198,11 @@ void pack_t8(Source source, const void* row, long k, long lane, Byte* to) {
     const Scale scale(most / 127.0f);
     std::memcpy(to + 4 * lane, &scale.scale, 4);
     for (long i = 0; i < k; ++i)
-        tile_of(to, Format::t8, lane, i)[place_in_tile(lane, i % TILE_K)] = static_cast<Byte>(scale.number(x[i]) + 128);
+        tile_of(to, Format::t8, lane, i)[place_in_tile(lane, i % TILE_K)] = static_cast<Byte>(scale.number(x[i]));
 }
-// Outputs and inputs that are not there are 128 in t8, and in t4 they have no step.
+// Outputs and inputs that are not there are zeros.
 void pack_tiles(Source source, Format format, const void* const* rows, long k, long bytes, Byte* to) {
-    std::memset(to, 0, NR * 4);
-    std::memset(to + NR * 4, format == Format::t8 ? 128 : 0, bytes - NR * 4);
-    for (Byte* tile = to + NR * 4; format == Format::t4 && tile < to + bytes; tile += TILE4_BYTES)
-        for (long i = 0; i < 2 * EDGE; ++i) {
-            const std::int16_t none = 128 * 128;
-            std::memcpy(tile + 4 * EDGE + 2 * i, &none, 2);
-        }
+    std::memset(to, 0, bytes);
     for (long lane = 0; lane < NR; ++lane)
         if (rows[lane]) (format == Format::t4 ? pack_t4 : pack_t8)(source, rows[lane], k, lane, to);
 }
@@ -335,7 +329,7 @@ void Matrix::row(long row, float* out) const {
             }
             case Format::t8: {
                 const Byte* tile = tile_of(from, format, lane, kk);
-                out[kk] = float_at(from + 4 * lane) * static_cast<float>(tile[place_in_tile(lane, kk % TILE_K)] - 128);
+                out[kk] = float_at(from + 4 * lane) * static_cast<float>(static_cast<std::int8_t>(tile[place_in_tile(lane, kk % TILE_K)]));
                 break;
             }
             case Format::t4: {
@@ -343,8 +337,8 @@ void Matrix::row(long row, float* out) const {
                 const long half = kk % TILE_K / GROUP, about = (half * EDGE + lane % EDGE) * 2;
                 const int q = tile[8 * EDGE + place_in_tile(lane, kk % GROUP)] >> 4 * half & 15;
                 const int step = static_cast<std::int16_t>(half_at(tile + about));
-                const int least = half_at(tile + 4 * EDGE + about);  // what does not fit 16 bits does not count
-                out[kk] = float_at(from + 4 * lane) * static_cast<float>(((step * q + least & 0xffff) >> 7) - 128);
+                const int least = static_cast<std::int16_t>(half_at(tile + 4 * EDGE + about));
+                out[kk] = float_at(from + 4 * lane) * static_cast<float>(static_cast<std::int8_t>((step * q + least) >> 7));
                 break;
             }
         }

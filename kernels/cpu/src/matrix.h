@@ -25,7 +25,7 @@ enum class Source { f32, f16, bf16, q8_0, q4_0, q4_1 };
 //       of bytes in p8, the low ones are the rows 0, 4, 8 and 12. Behind all groups of a strip { bytes 16 - zero [EDGE] } for
 //       each; weight = scale * (quarter - zero) + rest. The zero is the quarter that stands for about 0, so that where a
 //       weight is small both terms are.
-//   t8: f32 scale [NR], then [k / TILE_K][NR / EDGE] tiles: bytes [TILE_K / 4][EDGE][4], weight = scale * (byte - 128)
+//   t8: f32 scale [NR], then [k / TILE_K][NR / EDGE] tiles: bytes [TILE_K / 4][EDGE][4], weight = scale * byte, which has a sign
 //   t4: the same with tiles made of less: { 16 bits step [2][EDGE], least [2][EDGE], bytes [TILE_K / 8][EDGE][4] }, for the
 //       first and the second GROUP of TILE_K; byte of a t8 tile = (step * half byte + least) / 128, rounded down; the low
 //       halves are the first GROUP

@@ -10,7 +10,7 @@ constexpr long EDGE = 16;          // rows of a tile, and 32-bit numbers of its 
 constexpr long TILE_K = 64;        // bytes of its row
 constexpr long TILE_BYTES = EDGE * TILE_K;
 constexpr long TILE4_BYTES = 4 * EDGE * 2 + TILE_BYTES / 2;  // of one in format t4
-constexpr long TILES_K = 65536;    // inputs whose products surely have a sum of 32 bits: 128 * 255 * k
+constexpr long TILES_K = 65536;    // inputs whose products surely have a sum of 32 bits: 128 * 128 * k
 
 // Whether this process may use them. Asks the system the first time.
 bool tiles_there();
