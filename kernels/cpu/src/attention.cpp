@@ -274,7 +274,8 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
     const long base = (kv_head - p.kv_first) * rows;
     const Row* tokens = rows_.data() + p.row;
     const long first = seg * SEG, there = std::min(SEG, p.keys - first), to_value = size * pages.token();
-    // Slots past the sequence's end hold anything, and 0 * NaN is NaN: zeros stand in for them.
+    // Slots past the sequence's end hold anything, and 0 * NaN is NaN: zeros stand in for them where whole tiles are read. What no
+    // row sees is left out otherwise; its weight is zero, which would add nothing to any sum.
     const T *keys[SEG], *values[SEG], *zeros = reinterpret_cast<const T*>(mem.zeros.data());
     std::fill(keys + there, keys + SEG, zeros);
     std::fill(values + there, values + SEG, zeros);
@@ -333,23 +334,25 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         const auto fetch = [&] { coming.template fetch<4>(); };
         if (!tiles_ && count <= FEW) {
             const std::uint16_t* q = mem.q16.data() + (base + begin) * dim;
-            few_rows(count, q, dim, read(keys), read(values), visible, most, sum, result, fetch);
+            few_rows(count, q, dim, read(keys), read(values), there, visible, most, sum, result, fetch);
             hand_over(0, count);
         } else {
-            tile_values(read(values), dim, mem.values16.data(), fetch);
             if (tiles_ && rows <= EDGE) {
                 const std::uint16_t* q = mem.q16.data() + (kv_head - p.kv_first) * EDGE * dim;
-                for (long j = 0; j < SEG; j += EDGE) {
+                const long multiplied = there > SEG / 2 ? SEG : SEG / 2;
+                tile_values(read(values), multiplied, dim, mem.values16.data(), fetch);
+                for (long j = 0; j < there; j += EDGE) {
                     for (int i = 0; i < 8; ++i) fetch();
                     const bool as_they_lie = size % EDGE == 0 && j + EDGE <= there;
                     for (long i = 0; !as_they_lie && i < EDGE; ++i)
                         std::copy_n(read(keys)[j + i], dim, mem.keys16.data() + i * dim);
-                    tile_scores_of(as_they_lie ? read(keys)[j] : mem.keys16.data(), (as_they_lie ? pages.token() : dim) * 2, q, dim,
-                                   j, mem.scores.data());
+                    tile_scores_of(as_they_lie ? read(keys)[j] : mem.keys16.data(), (as_they_lie ? pages.token() : dim) * 2, q, rows,
+                                   dim, j, mem.scores.data());
                 }
-                tile_some_rows(count, mem.scores.data() + begin * SEG, dim, mem.values16.data(), visible, most, sum, result);
+                tile_some_rows(count, mem.scores.data() + begin * SEG, multiplied, dim, mem.values16.data(), visible, most, sum, result);
                 hand_over(0, count);
             } else {
+                tile_values(read(values), SEG, dim, mem.values16.data(), fetch);
                 tile_keys(read(keys), dim, mem.keys16.data(), fetch);
                 tile_rows(count, mem.q16.data() + (base + begin) * dim, dim, mem.keys16.data(), mem.values16.data(), visible, most,
                           sum, result, hand_over);
@@ -357,18 +360,18 @@ void AttentionPlan::segment(const Piece& p, const Piece* next, long seg, long kv
         }
     } else {
         constexpr long STEP = VL * 4 / sizeof(T);
-        for (long j = 0; j < SEG; j += VL)
+        for (long j = 0; j < there; j += VL)
             for (long i = 0; i < dim; i += STEP) {
                 coming.template fetch<8>();  // evenly over the segment: memory that waits for nobody is memory that idles
                 transpose(keys + j, i, std::min(dim, i + STEP), mem.keys.data() + j, SEG);
             }
         const float* q = mem.q.data() + (base + begin) * dim;
         float* scores = mem.scores.data();
-        products<float>(count, q, dim, mem.key_rows.data(), dim, SEG, scores, SEG, coming);
+        products<float>(count, q, dim, mem.key_rows.data(), dim, round_up(there, NR), scores, SEG, coming);
         soften<false>(scores, count, visible, most, sum, [&](long r, const vf (&weights)[SEG / VL]) {
             for (long j = 0; j < SEG / VL; ++j) v_store(scores + r * SEG + j * VL, weights[j]);
         });
-        products<T>(count, scores, SEG, values, SEG, width_, result, width_, coming);
+        products<T>(count, scores, SEG, values, there, width_, result, width_, coming);
         hand_over(0, count);
     }
     mem.run = coming.run - mem.runs.data(), mem.run_at = coming.at;

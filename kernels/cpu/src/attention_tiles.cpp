@@ -27,7 +27,7 @@ void amx_scores(const std::uint16_t* q, long dim, const std::uint16_t* keys, flo
     settle(scores);
 }
 
-void amx_sums(const std::uint16_t* weights, const std::uint16_t* values, long dim, float* out) {
+void amx_sums(const std::uint16_t* weights, const std::uint16_t* values, long there, long dim, float* out) {
     static_assert(SEG == TILE_K);
     settle(weights);
     const long half = dim / EDGE * TILE_NUMBERS;  // the values of the second 32 keys
@@ -40,14 +40,35 @@ void amx_sums(const std::uint16_t* weights, const std::uint16_t* values, long di
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, values + TILE_NUMBERS, TILE_K);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, values + half, TILE_K);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_loadd(7, values + half + TILE_NUMBERS, TILE_K);
-        _tile_dpbf16ps(1, 5, 7);
+        if (there == SEG) {
+            _tile_loadd(6, values + half, TILE_K);
+            _tile_dpbf16ps(0, 5, 6);
+            _tile_loadd(7, values + half + TILE_NUMBERS, TILE_K);
+            _tile_dpbf16ps(1, 5, 7);
+        }
         _tile_stored(0, out + i, dim * 4);
         _tile_stored(1, out + i + EDGE, dim * 4);
     }
     settle(out);
+}
+
+// The first four columns of [EDGE, EDGE].
+void first_four(const float* from, vf (&a)[4]) {
+    vf b[4];
+    for (long i = 0; i < 4; ++i) {
+        auto of = [&](long row) { return _mm_load_ps(from + row * EDGE); };
+        b[i] = _mm512_castps128_ps512(of(i));
+        b[i] = _mm512_insertf32x4(b[i], of(4 + i), 1);
+        b[i] = _mm512_insertf32x4(b[i], of(8 + i), 2);
+        b[i] = _mm512_insertf32x4(b[i], of(12 + i), 3);
+    }
+    auto pd = [](vf v) { return _mm512_castps_pd(v); };
+    const vf low[2] = {_mm512_unpacklo_ps(b[0], b[1]), _mm512_unpacklo_ps(b[2], b[3])};
+    const vf high[2] = {_mm512_unpackhi_ps(b[0], b[1]), _mm512_unpackhi_ps(b[2], b[3])};
+    a[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(low[0]), pd(low[1])));
+    a[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(low[0]), pd(low[1])));
+    a[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(high[0]), pd(high[1])));
+    a[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(high[0]), pd(high[1])));
 }
 
 }  // namespace
@@ -61,7 +82,7 @@ void tile_queries(long rows, const std::uint16_t* q, long dim, std::uint16_t* to
     }
 }
 
-void tile_scores_of(const std::uint16_t* keys, long stride, const std::uint16_t* q, long dim, long first, float* scores) {
+void tile_scores_of(const std::uint16_t* keys, long stride, const std::uint16_t* q, long rows, long dim, long first, float* scores) {
     alignas(64) float turned[EDGE * EDGE];
     settle(keys);
     _tile_zero(0);
@@ -72,16 +93,22 @@ void tile_scores_of(const std::uint16_t* keys, long stride, const std::uint16_t*
     }
     _tile_stored(0, turned, EDGE * 4);
     settle(turned);
+    if (rows <= 4) {
+        vf a[4];
+        first_four(turned, a);
+        for (long r = 0; r < rows; ++r) v_store(scores + r * SEG + first, a[r]);
+        return;
+    }
     vf a[VL];
     for (long r = 0; r < EDGE; ++r) a[r] = v_load(turned + r * EDGE);
     turn(a);
-    for (long r = 0; r < EDGE; ++r) v_store(scores + r * SEG + first, a[r]);
+    for (long r = 0; r < rows; ++r) v_store(scores + r * SEG + first, a[r]);
 }
 
 #else
 
 void tile_queries(long, const std::uint16_t*, long, std::uint16_t*) {}
-void tile_scores_of(const std::uint16_t*, long, const std::uint16_t*, long, long, float*) {}
+void tile_scores_of(const std::uint16_t*, long, const std::uint16_t*, long, long, long, float*) {}
 
 #endif
 
@@ -90,7 +117,7 @@ namespace {
 
 #if !defined(TILES)
 void amx_scores(const std::uint16_t*, long, const std::uint16_t*, float*) {}
-void amx_sums(const std::uint16_t*, const std::uint16_t*, long, float*) {}
+void amx_sums(const std::uint16_t*, const std::uint16_t*, long, long, float*) {}
 #endif
 
 // FEW rows at a time: 6 x 4 sums, 4 vectors of the right side and 1 pair of the left fit 32 registers.
@@ -143,8 +170,8 @@ void tile_scores(long rows, const std::uint16_t* q, long dim, const std::uint16_
     tiles_there() ? amx_scores(q, dim, keys, scores) : all_pairs(rows, q, dim, keys, SEG, scores);
 }
 
-void tile_sums(long rows, const std::uint16_t* weights, const std::uint16_t* values, long dim, float* out) {
-    tiles_there() ? amx_sums(weights, values, dim, out) : all_pairs(rows, weights, SEG, values, dim, out);
+void tile_sums(long rows, const std::uint16_t* weights, const std::uint16_t* values, long there, long dim, float* out) {
+    tiles_there() ? amx_sums(weights, values, there, dim, out) : all_pairs(rows, weights, SEG, values, dim, out);
 }
 
 void tile_narrow(const float* from, float by, long n, std::uint16_t* to) {
@@ -166,7 +193,7 @@ void tile_finish(const float* from, float sum, long dim, float* out) {
 
 const char* bf16_simd() { return ""; }
 void tile_scores(long, const std::uint16_t*, long, const std::uint16_t*, float*) {}
-void tile_sums(long, const std::uint16_t*, const std::uint16_t*, long, float*) {}
+void tile_sums(long, const std::uint16_t*, const std::uint16_t*, long, long, float*) {}
 void tile_narrow(const float*, float, long, std::uint16_t*) {}
 void tile_finish(const float*, float, long, float*) {}
 
