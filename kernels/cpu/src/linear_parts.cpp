@@ -47,47 +47,70 @@ class Visit {
     const long strip_bytes_, zeros_at_, all_pairs_, strips_;
 };
 
-// A group's weights as a tile: rows of two neighbouring inputs of EDGE outputs. zeros: those of p4.
+// A group's weights as a tile, rows of two neighbouring inputs of EDGE outputs, made a quarter at a time. zeros: those of p4.
 template <Format F>
-void widen(const unsigned char* group, const unsigned char* zeros, unsigned char* to);
+class Widen;
 template <>
-[[gnu::always_inline]] inline void widen<Format::p4>(const unsigned char* group, const unsigned char* zeros, unsigned char* to) {
-    alignas(64) static constexpr std::uint16_t NUMBERS[32] = {
-        // -16 .. 15 in bfloat16
-        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    const vi numbers = i_load(reinterpret_cast<const unsigned char*>(NUMBERS)), low = _mm512_set1_epi8(15);
-    const vi four_times = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
-    // The table is asked with the lowest five bits of 16.
-    const vi zero =
-        _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))), four_times);
-#pragma GCC unroll 4
-    for (long i = 0; i < 4; ++i, to += 4 * 64) {
-        const vi four = i_load(group + 4 * EDGE + 64 * i);
-        const vi even = _mm512_add_epi8(_mm512_and_si512(four, low), zero);
-        const vi odd = _mm512_add_epi8(_mm512_and_si512(_mm512_srli_epi16(four, 4), low), zero);
+class Widen<Format::p4> {
+  public:
+    Widen(const unsigned char* group, const unsigned char* zeros, unsigned char* to)
+        : from_(group + 4 * EDGE), to_(to),
+          zero_(_mm512_shuffle_epi8(
+              _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))),
+              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12)))) {}
+    [[gnu::always_inline]] void quarter(long part) const {
+        alignas(64) static constexpr std::uint16_t NUMBERS[32] = {
+            // -16 .. 15 in bfloat16
+            0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+        const vi numbers = i_load(reinterpret_cast<const unsigned char*>(NUMBERS)), low = _mm512_set1_epi8(15);
+        const vi four = i_load(from_ + 64 * part);
+        // The table is asked with the lowest five bits of 16.
+        const vi even = _mm512_add_epi8(_mm512_and_si512(four, low), zero_);
+        const vi odd = _mm512_add_epi8(_mm512_and_si512(_mm512_srli_epi16(four, 4), low), zero_);
+        unsigned char* to = to_ + 4 * 64 * part;
         i_store(to, _mm512_permutexvar_epi16(even, numbers));
         i_store(to + 64, _mm512_permutexvar_epi16(odd, numbers));
         i_store(to + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(even, 8), numbers));
         i_store(to + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(odd, 8), numbers));
     }
-}
-template <>
-inline void widen<Format::p8>(const unsigned char* group, const unsigned char*, unsigned char* to) {
-    auto floats = [&](long at) {
-        return i_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group + 2 * EDGE + at))));
-    };
-#pragma GCC unroll 4
-    for (long i = 0; i < EDGE; ++i) {
-        const __m512bh row = _mm512_cvtne2ps_pbh(floats(32 * i + 16), floats(32 * i));
-        std::memcpy(to + 64 * i, &row, 64);
-    }
-}
 
+  private:
+    const unsigned char* from_;
+    unsigned char* to_;
+    vi zero_;
+};
 template <>
-[[gnu::always_inline]] inline void widen<Format::p16>(const unsigned char* group, const unsigned char*, unsigned char* to) {
-    std::memcpy(to, group, TILE_BYTES);
-}
+class Widen<Format::p8> {
+  public:
+    Widen(const unsigned char* group, const unsigned char*, unsigned char* to) : from_(group + 2 * EDGE), to_(to) {}
+    [[gnu::always_inline]] void quarter(long part) const {
+        auto floats = [&](long at) {
+            return i_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from_ + at))));
+        };
+#pragma GCC unroll 4
+        for (long i = part * 4; i < part * 4 + 4; ++i) {
+            const __m512bh row = _mm512_cvtne2ps_pbh(floats(32 * i + 16), floats(32 * i));
+            std::memcpy(to_ + 64 * i, &row, 64);
+        }
+    }
+
+  private:
+    const unsigned char* from_;
+    unsigned char* to_;
+};
+template <>
+class Widen<Format::p16> {
+  public:
+    Widen(const unsigned char* group, const unsigned char*, unsigned char* to) : from_(group), to_(to) {}
+    [[gnu::always_inline]] void quarter(long part) const {
+        std::memcpy(to_ + part * TILE_BYTES / 4, from_ + part * TILE_BYTES / 4, TILE_BYTES / 4);
+    }
+
+  private:
+    const unsigned char* from_;
+    unsigned char* to_;
+};
 
 // Products of 32 inputs of all rows: of each part for itself, or added up, the smallest numbers first. Both make the same
 // sums: a tile's instruction adds to what is there once, at its end.
@@ -101,8 +124,10 @@ template <>
     _tile_loadd(WEIGHTS, FROM, 64);      \
     _tile_loadd(4, X, PARTS * 64);       \
     _tile_dpbf16ps(SUM, 4, WEIGHTS);     \
+    meanwhile(0), meanwhile(1);          \
     _tile_loadd(5, X + 64, PARTS * 64);  \
     _tile_dpbf16ps(SUM, 5, WEIGHTS);     \
+    meanwhile(2), meanwhile(3);          \
     _tile_loadd(4, X + 128, PARTS * 64); \
     _tile_dpbf16ps(SUM, 4, WEIGHTS)
 
@@ -112,32 +137,45 @@ class Front {
   public:
     Front(const Product& p, const Part& part, long row, const char* ahead)
         : x_(p.low->parts), row_(row), coming_(ahead), widened_(p.m, part), now_(p.m, part) {
-        for (long i = 0; i < AHEAD; ++i) widen_one();
+        for (long i = 0; i < AHEAD; ++i) {
+            if (!next_to_widen()) continue;
+            const Widen<F> tile(from_, zeros_, wide_[made_ % WIDE]);
+            for (long part = 0; part < 4; ++part) tile.quarter(part);
+            widened();
+        }
         turn();
     }
     // Of every four units one for each SLOT. After it the sums of the unit four before are in memory.
     template <int SLOT>
     [[gnu::always_inline]] void go() {
-        widen_one();
+        const bool one = next_to_widen();
+        const Widen<F> tile(from_, one ? zeros_ : wide_[0], wide_[made_ % WIDE]);
+        // Between the tiles' instructions, where there are several: a processor that works for two threads at a time does not look
+        // far enough ahead to find it behind them.
+        constexpr bool between = !together(M);
+        for (long part = 0; !(between && left_) && one && part < 4; ++part) tile.quarter(part);
+        auto meanwhile = [&](long part) __attribute__((always_inline)) {
+            if (one) tile.quarter(part);
+        };
         fetch<(SLOT + 1) % SLOTS>();
         settle(this);
-        if (!left_) return;
-        const unsigned char *w = wide_[tile_ % WIDE], *x = at_;
-        if constexpr (together(M)) {
-            if constexpr (SLOT == 0) { EACH_PART(0, 6, w, x); }
-            if constexpr (SLOT == 1) { EACH_PART(1, 7, w, x); }
-            if constexpr (SLOT == 2) { EACH_PART(2, 6, w, x); }
-            if constexpr (SLOT == 3) { EACH_PART(3, 7, w, x); }
-        } else {
-            if constexpr (SLOT == 0) { ALL_PARTS(0, 6, w, x); }
-            if constexpr (SLOT == 1) { ALL_PARTS(1, 7, w, x); }
-            if constexpr (SLOT == 2) { ALL_PARTS(2, 6, w, x); }
-            if constexpr (SLOT == 3) { ALL_PARTS(3, 7, w, x); }
+        if (left_) {
+            const unsigned char *w = wide_[tile_ % WIDE], *x = at_;
+            if constexpr (together(M)) {
+                if constexpr (SLOT == 0) { EACH_PART(0, 6, w, x); }
+                if constexpr (SLOT == 1) { EACH_PART(1, 7, w, x); }
+                if constexpr (SLOT == 2) { EACH_PART(2, 6, w, x); }
+                if constexpr (SLOT == 3) { EACH_PART(3, 7, w, x); }
+            } else {
+                if constexpr (SLOT == 0) { ALL_PARTS(0, 6, w, x); }
+                if constexpr (SLOT == 1) { ALL_PARTS(1, 7, w, x); }
+                if constexpr (SLOT == 2) { ALL_PARTS(2, 6, w, x); }
+                if constexpr (SLOT == 3) { ALL_PARTS(3, 7, w, x); }
+            }
+            ++tile_, at_ += PARTS * TILE_BYTES;
+            if (!--left_) now_.next(), turn();
         }
-        ++tile_, at_ += PARTS * TILE_BYTES;
-        if (--left_) return;
-        now_.next();
-        turn();
+        if (one) widened();
     }
     // [EDGE][EDGE]
     template <int SLOT>
@@ -158,19 +196,22 @@ class Front {
         left_ = 2 * now_.pairs(), at_ = x_.parts(row_ + now_.tile * EDGE, 2 * now_.first);
         if (now_.tile) tile_ -= left_;  // the same weights again
     }
-    [[gnu::always_inline]] void widen_one() {
+    // Whether there is a tile to be made now.
+    [[gnu::always_inline]] bool next_to_widen() {
         if (!widening_) {
-            if (!widened_.there()) return;
+            if (!widened_.there()) return false;
             widening_ = 2 * widened_.pairs(), from_ = widened_.weights(), zeros_ = widened_.zeros();
         }
         // With several tiles of rows there is as much time for it as they take.
-        if (R > 1 && skip_) return void(--skip_);
+        if (R > 1 && skip_) return --skip_, false;
         if (coming_) {
 #pragma GCC unroll 16
             for (long j = 0; j < SOON; j += 64) prefetch(coming_ + j);
             coming_ += SOON;
         }
-        widen<F>(from_, zeros_, wide_[made_ % WIDE]);
+        return true;
+    }
+    [[gnu::always_inline]] void widened() {
         from_ += BYTES, zeros_ += EDGE, ++made_;
         if (--widening_) return;
         skip_ = (R - 1) * 2 * widened_.pairs();
